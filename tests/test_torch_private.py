@@ -113,6 +113,26 @@ def test_what_holds_a_tensor_is_counted():
     assert torch_private.references_to(tensor) == held and torch_private.tensors_in_memory_of(tensor) == together
 
 
+def test_several_tensors_are_copied_and_measured_at_once():
+    tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 2).t()]
+    places = [torch.empty(one.shape, dtype=torch.float64) for one in tensors]
+    torch_private.copy_all(places, tensors)
+    assert all(torch.equal(place, one.double()) for place, one in zip(places, tensors, strict=True))
+    tensors[1][2] = float("nan")
+    tensors[2][0, 1] = float("inf")
+    largest = torch_private.largest_of_each(tensors)
+    assert largest[0] == tensors[0].abs().max() and largest.isfinite().tolist() == [True, False, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_address_of_a_stream_is_that_of_torch():
+    device = torch.device("cuda", 0)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        assert torch_private.current_stream_address(device) == stream.cuda_stream
+    assert torch_private.current_stream_address(device) == torch.cuda.current_stream(device).cuda_stream
+
+
 def test_hooks_of_a_parameter_are_found():
     plain, watched, accumulated = (nn.Parameter(torch.ones(1)) for _ in range(3))
     hook = lambda _: None  # noqa: E731

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -113,6 +114,31 @@ def tensors_in_memory_of(tensor: torch.Tensor) -> int:
     """
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
+def copy_all(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy each of these tensors to its place, with one kernel for many of them.
+
+    Without it: on a GPU each gradient would be copied into its bucket by a call of its own, which takes the host longer
+    than the GPU.
+    """
+    torch._foreach_copy_(list(into), list(tensors))
+
+
+def largest_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in each of these tensors, which have elements; not a number where one is none.
+
+    Without it: `check_finite=True` would look at each gradient by a call of its own.
+    """
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
+
+
+def current_stream_address(device: torch.device) -> int:
+    """The calling thread's stream on a GPU, as a number that `torch.cuda.ExternalStream` takes.
+
+    Without it: the hook of each gradient would make an object for its stream, which takes longer than all it does.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(device.index or 0))
 
 
 def hooks_of_gradient(tensor: torch.Tensor) -> Collection[Any]:

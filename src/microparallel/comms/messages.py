@@ -12,7 +12,7 @@ import torch
 
 from microparallel.comms.calls import describe
 from microparallel.comms.group import Group
-from microparallel.comms.wire import as_bytes, to_wire
+from microparallel.comms.wire import as_bytes, on_host, to_wire
 from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.transport.base import Exchange, Receiving, Work
 
@@ -78,7 +78,7 @@ def _receiving(group: Group, tensor: torch.Tensor, source: int, tag: int) -> Ent
 def _received(tensor: torch.Tensor, carries: frozenset[str], start: Callable[[torch.Tensor], Work]) -> Work:
     if tensor.device.type in carries:
         return start(as_bytes(tensor))
-    wire = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    wire = on_host(tensor)
     return StagedReceive(start(as_bytes(wire)), wire, tensor)
 
 
@@ -115,4 +115,4 @@ class StagedReceive:
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensor is there."""
         self._work.wait(timeout)
-        self._tensor.copy_(self._wire)
+        self._tensor.copy_(self._wire, non_blocking=self._tensor.is_cuda)

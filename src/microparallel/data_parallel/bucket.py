@@ -13,7 +13,13 @@ from microparallel.comms import Comms, Request
 from microparallel.data_parallel.layout import offsets
 from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.program import AllReduce, ReduceScatter
-from microparallel.torch_private import references_to, tensors_in_memory_of
+from microparallel.torch_private import (
+    copy_all,
+    current_stream_address,
+    largest_of_each,
+    references_to,
+    tensors_in_memory_of,
+)
 
 _AFTER_COUNTS = 1  # numbers behind the counts: how many gradients are not finite
 
@@ -24,6 +30,9 @@ class FlatBucket:
     ```
     gradient 0 │ gradient 1 │ … │ for each: how many ranks have one │ how many are not finite
     ```
+
+    On a CPU a gradient is moved into the buffer when it comes, since it is in the cache then. On a GPU all are moved
+    together when the bucket leaves, by few kernels: there the host has no time for one each.
 
     `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives. A gradient that
     the user keeps stays as it is: if something still holds one of the last pass when gradients begin anew
@@ -39,9 +48,9 @@ class FlatBucket:
         buffer: the flat tensor that is all-reduced.
         views: for each parameter, its gradient's place in the buffer.
         ranks_with_gradient: after the all-reduce, for each parameter the number of ranks that have a gradient for it.
-        ready: for each parameter, whether this rank's gradient is in the buffer.
+        ready: for each parameter, whether this rank's gradient has come.
         missing: how many gradients are not ready.
-        not_finite: how many gradients of this rank are infinite or not a number.
+        not_finite: how many gradients of this rank are known to be infinite or not a number.
     """
 
     def __init__(
@@ -57,6 +66,11 @@ class FlatBucket:
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
         self.request: Request[Any] | None = None
+        self._together = moves_together(parameters[0].device)
+        self._came: list[int] = []  # whose gradients have come and are not in the buffer
+        self._multiplied_by = 1.0  # by which these are multiplied
+        self._streams: set[int] = set()  # on which they were made
+        self._looked_at: tuple[list[int], torch.Tensor] | None = None  # of which gradients, whether each is finite
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -107,16 +121,70 @@ class FlatBucket:
 
     def put(self, index: int, scale: float) -> None:
         """Move the gradient of `parameters[index]` into the buffer, multiplied by `scale`; `grad` is then its view."""
-        self.open()
+        self.ready[index] = True
+        self.missing -= 1
+        if self._together:
+            self._came.append(index)
+            self._multiplied_by = scale
+            self._streams.add(current_stream(self.buffer.device))
+            return
+        if not self._open:
+            self.open()
         parameter, view = self.parameters[index], self.views[index]
         gradient = parameter.grad
         if gradient is view:  # autograd added to the buffer itself
             view.mul_(scale)
         elif gradient is not None:
             torch.mul(gradient, scale, out=view)
+            parameter.grad = view
+            self._handed_out[index] = True
+
+    def _move_together(self) -> None:
+        """Move the gradients that have come and are not in the buffer; places without a gradient hold zeros."""
+        came, self._came = self._came, []
+        if not came:
+            return
+        self.open()
+        self._wait_for_streams(came)
+        elsewhere = [index for index in came if self.parameters[index].grad is not self.views[index]]
+        gradients = [(index, self.parameters[index].grad) for index in elsewhere]
+        given = [(index, gradient) for index, gradient in gradients if gradient is not None]
+        if given:
+            with torch.no_grad():
+                copy_all([self.views[index] for index, _ in given], [gradient for _, gradient in given])
+        if self._multiplied_by != 1.0:
+            self.buffer[: self._stop].mul_(self._multiplied_by)
+        for index, _ in given:
             self.hand_out(index)
-        self.ready[index] = True
-        self.missing -= 1
+
+    def _wait_for_streams(self, came: Sequence[int]) -> None:
+        """Let this thread's stream wait for the gradients, where autograd made them on others."""
+        streams, self._streams = self._streams, set()
+        device = self.buffer.device
+        others = streams - {current_stream(device)}
+        if not others:
+            return
+        mine = torch.cuda.current_stream(device)
+        for other in others:
+            mine.wait_stream(torch.cuda.ExternalStream(other, device))  # type: ignore[no-untyped-call]
+        for index in came:
+            gradient = self.parameters[index].grad
+            if gradient is not None:
+                gradient.record_stream(mine)  # its memory is not given away before it has been copied
+
+    def look_for_not_finite(self) -> None:
+        """Find out which gradients are not finite, without waiting for a GPU's answer: before `start`."""
+        self._move_together()
+        looked_at = [index for index, ready in enumerate(self.ready) if ready and self.views[index].numel()]
+        if looked_at:
+            self._looked_at = looked_at, largest_of_each([self.views[index] for index in looked_at]).isfinite()
+
+    def found_not_finite(self) -> list[int]:
+        """Which gradients of this rank are not finite, as far as `look_for_not_finite` has looked."""
+        if self._looked_at is None:
+            return []
+        looked_at, finite = self._looked_at
+        return [index for index, fine in zip(looked_at, finite.tolist(), strict=True) if not fine]
 
     def hand_out(self, index: int) -> None:
         """Let `grad` of `parameters[index]` be its view."""
@@ -134,12 +202,17 @@ class FlatBucket:
 
     def fill_with_zeros(self) -> None:
         """Add nothing to the sum: this rank has no gradients in this pass, and takes none."""
+        self._came.clear()
         self.open()
         self.buffer.zero_()
 
     def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
         """All-reduce the buffer, which is `operation` of the program: with `overlap` in the background."""
-        self._not_finite_on_all.fill_(self.not_finite)
+        self._move_together()
+        if self._looked_at is None:
+            self._not_finite_on_all.fill_(self.not_finite)
+        else:
+            self._not_finite_on_all.copy_((~self._looked_at[1]).sum())
         if self.missing:
             self.ranks_with_gradient.copy_(torch.tensor(self.ready))
         else:
@@ -160,9 +233,14 @@ class FlatBucket:
             request.wait()
 
     @property
+    def not_finite_on_all(self) -> torch.Tensor:
+        """How many gradients of all ranks are not finite; float16 holds counts up to 65,504."""
+        return self._not_finite_on_all
+
+    @property
     def any_not_finite(self) -> bool:
         """Whether some rank had a gradient that is not finite; the same answer on every rank."""
-        return bool(self._not_finite_on_all != 0)  # a sum of counts: float16 holds counts up to 65,504
+        return bool(self._not_finite_on_all != 0)
 
     @property
     def sums_are_finite(self) -> bool:
@@ -170,9 +248,9 @@ class FlatBucket:
         return is_finite(self.buffer)
 
     @property
-    def fewest_ranks(self) -> int:
+    def fewest_ranks(self) -> torch.Tensor:
         """How many ranks had a gradient for the parameter that the fewest ranks used."""
-        return int(self.ranks_with_gradient.min())
+        return self.ranks_with_gradient.min()
 
     def came_late(self, index: int) -> bool:  # noqa: ARG002
         """Whether there is a sum for a parameter that no rank used: not here, where every sum is of this pass."""
@@ -184,6 +262,40 @@ class FlatBucket:
         self.missing = len(self.parameters)
         self.not_finite = 0
         self._open = False
+        self._came.clear()
+        self._streams.clear()
+        self._looked_at = None
+
+
+def take_missing(bucket: FlatBucket) -> None:
+    """Take the averages of gradients that only other ranks had; a parameter that no rank used keeps `grad` None."""
+    counts = bucket.ranks_with_gradient.tolist()
+    for index, (ready, ranks) in enumerate(zip(bucket.ready, counts, strict=True)):
+        if not ready and (ranks > 0 or bucket.came_late(index)):
+            bucket.hand_out(index)
+
+
+def moves_together(device: torch.device) -> bool:
+    """Whether the gradients of a bucket on this device are moved into it together."""
+    return device.type == "cuda"
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream of the calling thread on a device, as a number; 0 on a CPU."""
+    return current_stream_address(device) if device.type == "cuda" else 0
+
+
+def numbers_of(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """One number of each tensor; the host waits once for each device, and not once for each tensor."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(place)
+    found = [0.0] * len(tensors)
+    for places in by_device.values():
+        together = torch.stack([tensors[place].to(torch.float64) for place in places]).tolist()
+        for place, number in zip(places, together, strict=True):
+            found[place] = number
+    return found
 
 
 def split(

@@ -23,7 +23,7 @@ from microparallel.collectives import is_compressed
 from microparallel.comms import Comms
 from microparallel.comms.rounds import Rounds
 from microparallel.compression import Compressor, Shape, compressed_sum, parse
-from microparallel.data_parallel.bucket import FlatBucket
+from microparallel.data_parallel.bucket import FlatBucket, numbers_of
 from microparallel.errors import UsageError
 from microparallel.program import AllReduce, ReduceScatter
 
@@ -74,6 +74,7 @@ class CompressedBucket(FlatBucket):
             self.residual = torch.zeros(sum(self._sizes), dtype=_wide(first.dtype), device=first.device)
         self.unsendable: list[int] = []
         self._compressed = False  # whether the sum of this pass is
+        self._called = self._ended = Point()  # of the sum, in the streams of the threads that call it and run it
 
     def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
         """Sum the gradients as `operation` of the program says: compressed, or as they are."""
@@ -81,9 +82,11 @@ class CompressedBucket(FlatBucket):
         if not self._compressed:
             super().start(comms, operation, overlap)
             return
+        self._move_together()
         if not self.compressor.sends_not_finite:
-            self.unsendable = [index for index in self._chosen if not _is_finite(self.views[index])]
+            self.unsendable = self._not_finite()
             self.not_finite = max(self.not_finite, len(self.unsendable))
+        self._called = Point.now(self.buffer.device)
         count = sum(self._sizes) + sum(self.views[index].numel() for index in self._rest)
         words = f"{operation.algorithm} of {count} numbers"
         if overlap:
@@ -93,8 +96,16 @@ class CompressedBucket(FlatBucket):
         else:
             comms.exchange_rounds(self._rounds(), words, size=4 * count, operation=operation)
 
+    def _not_finite(self) -> list[int]:
+        """The chosen parameters whose gradients are not finite: nor are their sums, which are found sooner."""
+        sums = [self.views[index].sum(dtype=torch.float64) for index in self._chosen]
+        totals = zip(self._chosen, numbers_of(sums), strict=True)
+        doubtful = [index for index, total in totals if not math.isfinite(total)]
+        return [index for index in doubtful if not bool(self.views[index].isfinite().all())]
+
     def _rounds(self) -> Rounds[torch.Tensor]:
         """Run by the thread that runs the exchange: the sum is in the buffer when it ends."""
+        self._called.join()
         views = [self.views[index] for index in self._chosen]
         gradients = torch.cat([view.reshape(-1) for view in views])
         total = yield from compressed_sum(
@@ -104,7 +115,13 @@ class CompressedBucket(FlatBucket):
             view.copy_(piece.view(view.shape))
         if self._whole:
             yield from self._rest_as_it_is()
+        self._ended = Point.now(self.buffer.device)
         return self.buffer
+
+    def wait(self) -> None:
+        """Return when the sum is in the buffer, or will be before what this thread starts on a GPU from now on."""
+        super().wait()
+        self._ended.join()
 
     def _rest_as_it_is(self) -> Rounds[None]:
         """Sum small gradients, and the counts."""
@@ -125,7 +142,7 @@ class CompressedBucket(FlatBucket):
 
     def presence(self) -> list[float]:
         """What all ranks must know: for each parameter, whether this rank has a gradient; how many are not finite."""
-        return [*map(float, self.ready), float(self.not_finite)]
+        return [*map(float, self.ready), float(max(self.not_finite, len(self.found_not_finite())))]
 
     def take_presence(self, counts: torch.Tensor) -> None:
         """Take the sums of what all ranks said in `presence`."""
@@ -174,6 +191,27 @@ def stage_algorithm(parameters: Sequence[nn.Parameter], compressor: Compressor) 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+class Point:
+    """How far the calling thread's stream was on a GPU; on a CPU, where a thread does one thing after another, nothing.
+
+    The thread that runs an exchange computes, too: on a stream of its own, or on the device's default stream.
+    """
+
+    def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
+        self._event = event
+        self._device = device
+
+    @classmethod
+    def now(cls, device: torch.device) -> Point:
+        """How far the stream is now."""
+        return cls(torch.cuda.current_stream(device).record_event(), device) if device.type == "cuda" else cls()
+
+    def join(self) -> None:
+        """Let the calling thread's stream wait until that one has come so far."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class ResidualsOfStep:
@@ -248,11 +286,6 @@ def load_compression_state(
         kept = methods.get(names[bucket.parameters[0]])
         if isinstance(bucket, CompressedBucket) and kept is not None:
             bucket.compressor.load_state_dict(kept)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers are: their sum is not if one is not, and takes half the time to find."""
-    return bool(tensor.sum(dtype=torch.float64).isfinite()) or bool(tensor.isfinite().all())
 
 
 def as_compressor(given: str | Compressor | None, module: nn.Module) -> Compressor | None:

@@ -137,9 +137,12 @@ class ComputeCopies:
     def _copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         if parameter.dtype is dtype and self._loss_scale is None:
             return parameter
-        copy: torch.Tensor = Converted.apply(parameter, dtype, 1 / self._scale)  # type: ignore[no-untyped-call]
-        if self._loss_scale is not None and copy.requires_grad:
-            copy.register_hook(self._require_scaled)  # type: ignore[no-untyped-call]
+        if self._loss_scale is None:
+            copy = parameter.to(dtype)  # torch's own conversion: that of `Converted` takes its way through Python
+        else:
+            copy = Converted.apply(parameter, dtype, 1 / self._scale)  # type: ignore[no-untyped-call]
+            if copy.requires_grad:
+                copy.register_hook(self._require_scaled)
         copy.copied_from = Source(parameter, 1 / self._scale)  # type: ignore[attr-defined]
         return copy
 

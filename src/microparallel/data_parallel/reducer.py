@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.compression import Cast, Compressor
-from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.bucket import FlatBucket, numbers_of, split, take_missing
 from microparallel.data_parallel.compressed_bucket import (
     CompressedBucket,
     ResidualsOfStep,
@@ -433,38 +433,41 @@ class Reducer:
             observed.end_all()
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """Move a gradient, which torch has just added to `parameter.grad`, into its bucket, if it is averaged."""
-        averaged = self.running or self.begin_if_wanted()
-        if not averaged:
-            self._local_gradients = True
-            self.observe_backward()
-        bucket, index = self._places[parameter]
-        if not averaged:
-            if self._observed is not None:
-                self._observed.gradient_arrived(bucket.number)
+        """Move a gradient, which torch has just added to `parameter.grad`, into its bucket, if it is averaged.
+
+        Runs for every parameter in every backward, so it does what must be done for each, and nothing else.
+        """
+        if not self.running and not self.begin_if_wanted():
+            self._arrive_locally(parameter)
             return
+        bucket, index = self._places[parameter]
         self._require_usable(parameter, bucket.ready[index])
-        if self._check_finite and not bool(parameter.grad.isfinite().all()):  # type: ignore[union-attr]
-            bucket.not_finite += 1
-            self._not_finite.append(self._names[parameter])
         bucket.put(index, self._scale)
         self._arrived.append(parameter)
         if not bucket.missing:
             self._start_full_buckets()
 
+    def _arrive_locally(self, parameter: nn.Parameter) -> None:
+        """A gradient has come in a backward that is not averaged."""
+        self._local_gradients = True
+        if not self._local_backward or self._comms.observers:
+            self.observe_backward()
+        if self._observed is not None:
+            self._observed.gradient_arrived(self._places[parameter][0].number)
+
     def _require_usable(self, parameter: nn.Parameter, came_before: bool) -> None:
         gradient = parameter.grad
+        if not (came_before or (gradient is not None and (gradient.is_sparse or gradient.requires_grad))):
+            return
+        name = self._names[parameter]
         if came_before:
             raise UsageError(
-                f"parameter {self._names[parameter]!r} got two gradients in one backward, which reentrant activation "
+                f"parameter {name!r} got two gradients in one backward, which reentrant activation "
                 "checkpointing does to shared parameters; use checkpoint(..., use_reentrant=False)"
             )
         if gradient is not None and gradient.is_sparse:
-            raise UsageError(
-                f"the gradient of {self._names[parameter]!r} is sparse, and buckets are dense; use sparse=False"
-            )
-        if gradient is not None and gradient.requires_grad:
-            raise UsageError("backward(create_graph=True) cannot be averaged; call it inside no_sync()")
+            raise UsageError(f"the gradient of {name!r} is sparse, and buckets are dense; use sparse=False")
+        raise UsageError("backward(create_graph=True) cannot be averaged; call it inside no_sync()")
 
     def _start_full_buckets(self) -> None:
         while self._not_started and not self._bucket_of(self._not_started[0]).missing:
@@ -478,6 +481,8 @@ class Reducer:
         if self._observed is not None:
             self._observed.end_current()
         bucket = self._bucket_of(operation)
+        if self._check_finite:
+            bucket.look_for_not_finite()
         bucket.start(self._comms, operation, self._overlap)
         if isinstance(bucket, CompressedBucket):
             bad = (self._names[bucket.parameters[index]] for index in bucket.unsendable)
@@ -527,7 +532,7 @@ class Reducer:
             if isinstance(bucket, ShardedBucket):
                 bucket.take_results()
             elif take_results and bucket.missing:
-                _take_missing(bucket)
+                take_missing(bucket)
         if self._guard is not None and self._guard.overflow:
             self._remove_gradients()
             self._residuals_of_step.give_back(self.buckets)
@@ -608,22 +613,25 @@ class Reducer:
         if self._check_finite or self.compressor is not None:
             self._require_finite()
         with_data = len(self.participants.ranks)
-        if self._refuse_unused and any(bucket.fewest_ranks < with_data for bucket in self.buckets):
+        if self._refuse_unused and min(numbers_of([bucket.fewest_ranks for bucket in self.buckets])) < with_data:
             arrived = set(self._arrived)
             unused = [self._names[parameter] for parameter in self._order if parameter not in arrived]
             self._refuse("no gradients", unused, "\n  try: find_unused_parameters=True, which counts them as zero")
 
     def _require_finite(self) -> None:
-        bad = [bucket for bucket in self.buckets if bucket.any_not_finite]
+        counts = numbers_of([bucket.not_finite_on_all for bucket in self.buckets])
+        bad = [bucket for bucket, count in zip(self.buckets, counts, strict=True) if count]
         if bad and (self._check_finite or self.refuses_not_finite):
-            self._refuse("gradients that are not finite", self._not_finite)
+            found = (bucket.parameters[index] for bucket in self.buckets for index in bucket.found_not_finite())
+            names = dict.fromkeys([*self._not_finite, *(self._names[parameter] for parameter in found)])
+            self._refuse("gradients that are not finite", list(names))
         for bucket in bad:
             if isinstance(bucket, CompressedBucket):
                 bucket.invalidate()
 
     def _refuse(self, what: str, mine: list[str], fix: str = "") -> NoReturn:
         parts = [
-            f"rank {rank}: {', '.join(names[:_MOST_NAMES])}{', …' * (len(names) > _MOST_NAMES)}"
+            names_of_rank(rank, names)
             for rank, names in enumerate(gather_json(mine, self._comms))
             if names and rank in self.participants.ranks
         ]
@@ -677,12 +685,9 @@ class Reducer:
         self.running = False
 
 
-def _take_missing(bucket: FlatBucket) -> None:
-    """Take the averages of gradients that only other ranks had; a parameter that no rank used keeps `grad` None."""
-    counts = bucket.ranks_with_gradient.tolist()
-    for index, (ready, ranks) in enumerate(zip(bucket.ready, counts, strict=True)):
-        if not ready and (ranks > 0 or bucket.came_late(index)):
-            bucket.hand_out(index)
+def names_of_rank(rank: int, names: Sequence[str]) -> str:
+    """A rank and the first of its parameters that an error names."""
+    return f"rank {rank}: {', '.join(names[:_MOST_NAMES])}{', …' * (len(names) > _MOST_NAMES)}"
 
 
 class ArrivalHook:

@@ -281,7 +281,8 @@ class ShardedBucket(FlatBucket):
 
     def put(self, index: int, scale: float) -> None:
         """Copy the gradient of `parameters[index]` into the buffer, multiplied by `scale`, and let it go."""
-        self.open()
+        if not self._open:
+            self.open()
         parameter = self.parameters[index]
         if parameter.grad is self._stand_ins[index]:
             raise UsageError(
@@ -369,7 +370,7 @@ class ShardedBucket(FlatBucket):
 
     def presence(self) -> list[float]:
         """What all ranks must know: for each parameter, whether this rank has a gradient; how many are not finite."""
-        return [*map(float, self.ready), float(self.not_finite)]
+        return [*map(float, self.ready), float(max(self.not_finite, len(self.found_not_finite())))]
 
     def take_presence(self, counts: torch.Tensor) -> None:
         """Take the sums of what all ranks said in `presence`."""

@@ -14,10 +14,10 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.sharding import FreshBuffers, GradientInParts, ShardedBucket
-from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.data_parallel.units import ShardedParameters
 from microparallel.data_parallel.without_norm import FOR_CLIPPING, GradientWithoutNorm
 from microparallel.program import AllReduce, ReduceScatter
+from microparallel.torch_private import largest_of_each
 
 
 class GradientOfShard(GradientWithoutNorm):
@@ -129,12 +129,24 @@ class UnitBucket(ShardedBucket):
         self._fill_gaps()
         if self._across is not None and self._across.rank > 0:
             self._earlier = None  # one group adds it, since the sums of all groups are summed
-        super().start(comms, operation, overlap)
+        if comms.world_size == 1:
+            self._keep_all()
+        else:
+            super().start(comms, operation, overlap)
+
+    def _keep_all(self) -> None:
+        """The sum over one rank is what that rank has; the reducer has told the observers."""
+        if self._earlier is not None:
+            self.buffer.add_(self._earlier)
+            self._earlier = None
+        self.shard.copy_(self.buffer)
+        self._let_go()
 
     @property
     def is_finite(self) -> bool:
         """Whether all gradients of this rank that are in the buffer are finite."""
-        return all(is_finite(view) for view, ready in zip(self.views, self.ready, strict=True) if ready)
+        there = [view for view, ready in zip(self.views, self.ready, strict=True) if ready and view.numel()]
+        return not there or bool(largest_of_each(there).isfinite().all())  # the host waits once, not for each
 
     def spoil(self) -> None:
         """Let this rank's part of each gradient's sum be infinite: another rank's is."""

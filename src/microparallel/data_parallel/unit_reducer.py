@@ -492,9 +492,6 @@ class UnitReducer(Reducer):
                     "backward went through forwards of different steps; call backward for each, or no_sync() around "
                     "all but one"
                 )
-            if self._check_finite and not bool(parameter.grad.isfinite().all()):  # type: ignore[union-attr]
-                bucket.not_finite += 1
-                self._not_finite.append(self._names[parameter])
             bucket.put(index, self._scale)
             self._arrived.append(parameter)
         unit = self._unit_of[parameter]
@@ -569,6 +566,8 @@ class UnitReducer(Reducer):
         for bucket in buckets:
             if not bucket._open or bucket.missing:
                 bucket.fill_up(self._scale)
+            if self._check_finite:
+                bucket.look_for_not_finite()
             if self.in_float16 and not bucket.is_finite:
                 bucket.not_finite += 1
         if len(buckets) == 1 and self._shard_comms.world_size > 1:

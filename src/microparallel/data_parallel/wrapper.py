@@ -29,9 +29,10 @@ from microparallel.data_parallel.precision import (
     as_precision,
     convert_parameters,
 )
-from microparallel.data_parallel.reducer import ObservedBackward, Reducer
+from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
 from microparallel.data_parallel.sharding import GradientInParts, clip_parts, part_keepers
+from microparallel.data_parallel.single_rank import GradientChecks, SingleRank
 from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.errors import UsageError
@@ -39,7 +40,6 @@ from microparallel.observe import UNOBSERVED, Activity, Observation
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import (
-    at_end_of_backward,
     leave_uncompiled,
     not_compiled,
     not_compiled_itself,
@@ -166,8 +166,8 @@ class DataParallel(nn.Module):
             wire=None if mixed is None else mixed.wire,
             compressor=compressor if comms.world_size > 1 else None,
         )
-        checks = check_finite or not find_unused_parameters or self.loss_scale is not None
-        self._averages = comms.world_size > 1 or checks
+        self._averages = comms.world_size > 1
+        self._checks_alone = {"finite": check_finite, "unused": not find_unused_parameters}
         self._broadcasts_buffers = broadcast_buffers and comms.world_size > 1 and bool(filled(module.buffers()))
         self._connect()
         if self._averages:
@@ -188,12 +188,16 @@ class DataParallel(nn.Module):
         self._reducer.refuses_not_finite = self.loss_scale is None  # otherwise the step is not taken
         self._reducer.begin_if_wanted = self._begin_if_wanted
         self._reducer.pass_ended = self._pass_ended
-        self._single = None if self._averages else SingleRank(self.comms)
+        self._single = None if self._averages else self._make_single()
         if self._single is None and self._reducer.level:
             part_keepers.enter(self.module.parameters(), self._reducer)
         self._no_sync_depth = 0  # how many no_sync() this rank is inside of
         self._forward_was_local = False  # whether the last forward was inside of no_sync()
         self._registrations = registrations().count  # when its parameters were last looked at
+
+    def _make_single(self) -> SingleRank:
+        named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+        return SingleRank(self.comms, GradientChecks(named, self._guard, **self._checks_alone))
 
     # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,7 +207,8 @@ class DataParallel(nn.Module):
 
         Under `torch.compile` the module is what is compiled; what stands around it here is not.
         """
-        nothing_to_do = self._single is not None and not self.comms.observers and self._copies is None
+        single = self._single
+        nothing_to_do = single is not None and self._copies is None and single.has_nothing_to_do
         if nothing_to_do or not torch.is_grad_enabled():
             return self._compute(inputs, named_inputs)
         observation = self._forward_begins(inputs, named_inputs)
@@ -685,52 +690,3 @@ class Registrations:
 def registrations() -> Registrations:
     """The process's only one, made when the first model is wrapped: torch calls it from then on."""
     return Registrations()
-
-
-# ── a world of one rank ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class SingleRank:
-    """What stands in for the reducer where there are no other ranks: observers are told, and nothing is averaged.
-
-    ```
-    F0:1.0 B0.0 F0:1.1 B0.1 S      two micro-batches, of which the first is inside of no_sync()
-    ```
-
-    Attributes:
-        microbatch: the number of the next micro-batch; after a backward that was not local it is 0 again.
-    """
-
-    def __init__(self, comms: Comms) -> None:
-        self.microbatch = 0
-        self._comms = comms
-        self._running = False
-        self._observed: ObservedBackward | None = None  # this backward, if there are observers
-
-    def prepare(self) -> None:
-        """Forget a backward that an error has cut short; `DataParallel` calls this before a forward."""
-        self._running = False
-        self._end_observed()
-
-    def backward_begins(self, local: bool) -> None:
-        """Tell the observers that backward begins; torch may call this for several outputs in one backward.
-
-        Args:
-            local: whether it is inside of `no_sync()`.
-        """
-        if self._running:
-            return
-        self._running = True
-        if self._comms.observers:
-            self._observed = ObservedBackward(self._comms.observers, [1], self.microbatch)
-        at_end_of_backward(functools.partial(self._backward_ends, local))
-
-    def _backward_ends(self, local: bool) -> None:
-        self._running = False
-        self._end_observed()
-        self.microbatch = self.microbatch + 1 if local else 0
-
-    def _end_observed(self) -> None:
-        observed, self._observed = self._observed, None
-        if observed is not None:
-            observed.end_all()

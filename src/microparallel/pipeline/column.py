@@ -22,7 +22,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.compression import Cast, Compressor
-from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.bucket import FlatBucket, split, take_missing
 from microparallel.data_parallel.compressed_bucket import CompressedBucket, ResidualsOfStep, is_large
 from microparallel.data_parallel.layout import By, owners
 from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, Wire, part_keepers
@@ -316,9 +316,8 @@ class ColumnSum:
         for bucket in self.buckets:
             bucket.wait()
             if not isinstance(bucket, ShardedBucket):
-                for index, ranks in enumerate(bucket.ranks_with_gradient.tolist()):
-                    if ranks > 0 or bucket.came_late(index):
-                        bucket.hand_out(index)
+                if bucket.missing:  # otherwise the host need not wait for what the ranks have counted
+                    take_missing(bucket)
                 if isinstance(bucket, CompressedBucket) and bucket.any_not_finite:
                     bucket.invalidate()  # as without compression: what is not finite on one replica is on all
                 bucket.reset()

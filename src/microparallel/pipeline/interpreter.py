@@ -313,7 +313,6 @@ class Worker:
 
     Attributes:
         values: the tensors of each value that was computed or received, and not freed.
-        loss: this rank's part of the batch's mean loss; where losses are counted, of their sum for each sample.
         count: this rank's part of the count; None where losses are means over samples.
         outputs: for each micro-batch what the last stage returned, where there are no targets.
         most_kept: the largest number of activations that were held at once.
@@ -328,7 +327,7 @@ class Worker:
         device: torch.device,
     ) -> None:
         self.values: dict[Value, list[torch.Tensor]] = {}
-        self.loss = torch.zeros((), dtype=torch.float64)
+        self._losses: list[torch.Tensor] = []  # of micro-batches, on their device: reading one would wait for the GPU
         self.count: float | None = None
         self.outputs: dict[int, Any] = {}
         self.most_kept = 0
@@ -338,6 +337,17 @@ class Worker:
         self._microbatches = microbatches
         self._device = device
         self._kept: dict[tuple[int, int], SavedForward] = {}  # by stage and micro-batch, until its backward
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """A rank's part of the batch's mean loss; where losses are counted, of their sum for each sample.
+
+        On the host: the calling thread waits for all forwards of the last stage.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for loss in torch.stack(self._losses).cpu() if self._losses else ():
+            total += loss
+        return total
 
     def compute(self, op: Op) -> None:
         """Do a computation of a stage, or a pair of them."""
@@ -402,11 +412,11 @@ class Worker:
     def _inputs(self, stage: int, number: int) -> list[torch.Tensor]:
         if stage > 0:
             return self.values[Act(stage - 1, number)]
-        return [leaf.to(self._device) for leaf in _tensors(self._microbatches[number].inputs)]
+        return [placed(leaf, self._device) for leaf in _tensors(self._microbatches[number].inputs)]
 
     def _targets(self, number: int) -> Any:
         targets = self._microbatches[number].targets
-        return pytree.tree_map_only(torch.Tensor, lambda target: target.to(self._device), targets)
+        return pytree.tree_map_only(torch.Tensor, lambda target: placed(target, self._device), targets)
 
     def _results(self, stage: Stage, number: int, outputs: Any) -> list[torch.Tensor]:
         """The tensors that a stage passes on: its outputs; of the last stage, the loss."""
@@ -424,7 +434,7 @@ class Worker:
             self.outputs[number] = outputs
             return []
         weighted = self._weighted(outputs, microbatch)
-        self.loss += weighted.detach().double().cpu().reshape(())
+        self._losses.append(weighted.detach().double().reshape(()))
         return [weighted]
 
     def _weighted(self, outputs: Any, microbatch: Microbatch) -> torch.Tensor:
@@ -479,6 +489,13 @@ class Worker:
             f"rank {self._rank}, stage {op.stage}, {_WORDS[type(op)]} of micro-batch {op.microbatch} on {boundary}: "
             f"{reason}"
         )
+
+
+def placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on the device that computes; the host does not wait until a GPU has done what was started before."""
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.is_pinned():
+        return tensor.to(device)  # whoever has pinned it may write to it again: so this waits
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

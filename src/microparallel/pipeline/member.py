@@ -379,12 +379,11 @@ class LossSum:
     """The loss of the whole batch: the sum of all ranks' parts of it, and of what they count for.
 
     Attributes:
-        loss: of the whole batch, after `start`.
         factor: gradients must be multiplied by it, where losses are counted; they are those of the sum for each sample.
     """
 
     def __init__(self, worker: Worker, comms: Comms, samples: int) -> None:
-        self.loss = worker.loss
+        self._loss: torch.Tensor | None = None
         self.factor = 1.0
         self._worker = worker
         self._comms = comms
@@ -399,7 +398,12 @@ class LossSum:
             # Without any count there is no mean, and the gradients are those of a sum of nothing: zero.
             self.factor = self._samples / total if total else 1.0
             loss = loss * self.factor if total else math.nan
-        self.loss = torch.tensor(loss, dtype=torch.float64)
+        self._loss = torch.tensor(loss, dtype=torch.float64)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Of the whole batch, after `start`; a rank that is alone does not add up."""
+        return self._worker.loss if self._loss is None else self._loss
 
     def finish(self) -> None:
         """Do nothing: `start` has waited for the sum."""

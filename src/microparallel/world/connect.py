@@ -20,6 +20,7 @@ import torch.distributed.nn.functional
 from microparallel._torch_entry import register
 from microparallel.comms import Comms
 from microparallel.comms.group import Group
+from microparallel.comms.staged_group import StagedGroup
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight, agreed_folder
@@ -170,7 +171,13 @@ def _comms_of_the_world(
         group = world.shared_memory
         leave, forget = world.shared_memory.close, _nothing
     else:
-        group = torch_group = TorchGroup(world, store, carries, flight, hosts)
+        staged = device.type == "cuda" and _stages(world)
+        torch_group = (
+            StagedGroup(world, store, flight=flight, places=hosts)
+            if staged
+            else TorchGroup(world, store, carries, flight, hosts)
+        )
+        group = torch_group
         leave, forget = (lambda: _leave_world(torch_group)), torch_group.forget
 
     def leave_and_close_flight() -> None:
@@ -195,6 +202,11 @@ def _carried_by(world: dist.ProcessGroup) -> frozenset[str]:
     if isinstance(world, MicroparallelGroup) and "cuda" in world.shared_memory.carries:
         able["cuda:microparallel"] = "cuda"
     return frozenset(able[backend] for backend in backends if backend in able)
+
+
+def _stages(world: dist.ProcessGroup) -> bool:
+    """Whether gloo moves the tensors of a GPU: it takes them through the host's memory."""
+    return {"cpu:gloo", "cuda:gloo"} <= set(str(dist.get_backend_config(world)).split(","))
 
 
 def _nothing() -> None:
