@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -43,6 +44,16 @@ settings.load_profile("microparallel")
 def pytest_addoption(parser):
     words = "run ranks, commands and labs as users do, in new interpreters: each has to import torch"
     parser.addoption("--fresh", action="store_true", help=words)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect without the garbage collector, which would go through ten thousand tests again and again, here and later."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -108,6 +119,7 @@ WARM += [
     "typer.rich_utils",
 ]
 WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer versions of typer import it for every call
+WARM += ["tests.huge_pages:join"]  # at last, when all the memory is there
 
 
 @pytest.fixture(scope="session")
