@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.pairwise import take_turns
 
 import microparallel as mp
 from microparallel.cli.app import VERBS
@@ -48,12 +49,17 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect without the garbage collector, which would go through ten thousand tests again and again, here and later."""
+    """Collect without the garbage collector, which would go through ten thousand tests again and again."""
     gc.disable()
     result = yield
     gc.freeze()
     gc.enable()
     return result
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(items):
+    take_turns(items)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -118,7 +124,11 @@ WARM += [
     "microparallel.learn.sandbox:load",
     "typer.rich_utils",
 ]
-WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer versions of typer import it for every call
+# Newer versions of typer import it for every call.
+WARM += (
+    ["pydantic.type_adapter", "pydantic.types", "pydantic.json_schema"] if importlib.util.find_spec("pydantic") else []
+)
+WARM += ["pytest", "hypothesis"]  # files with tests, whose functions run on ranks
 WARM += ["tests.huge_pages:join"]  # at last, when all the memory is there
 
 

@@ -1,8 +1,8 @@
 """A process that forks hundreds of others holds its memory in huge pages, so that a fork copies few entries.
 
-A fork copies the table of its parent's memory, an entry for each page, and frees it again when it ends. The process that
-tests fork from has imported torch: 240 MB, which are 60,000 pages of 4 KB, or 100 huge pages and some small ones. To put
-them together takes as long as some thirty forks save; who forks a few ranks does better without.
+A fork copies the table of its parent's memory, an entry for each page, and frees it again when it ends. The process
+that tests fork from has imported torch: 240 MB, which are 60,000 pages of 4 KB, or 100 huge pages and some small ones.
+To put them together takes as long as some thirty forks save; who forks a few ranks does better without.
 """
 
 import ctypes

@@ -109,6 +109,7 @@ DEEDS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_stage_that_breaks_is_named_and_all_ranks_stop_soon(warm, deed):
     error = ends_soon(warm, deed, "1f1b", 1, False)
