@@ -92,3 +92,14 @@ def test_a_fork_server_that_has_ended_says_so():
     fork_server.close()
     with mp.Pool(fork_server) as pool, pytest.raises(mp.errors.LaunchError, match="has ended"):
         pool.run(process_of, 1, device="cpu")
+
+
+def test_a_fork_finalizes_what_it_has_made_and_not_what_its_parent_has(tmp_path, monkeypatch, capfd):
+    """torch's finalizers take its kernels out of its tables: 10,000 pages that a fork would copy when it ends."""
+    making = "import weakref\nclass Made: pass\n{0} = Made()\nweakref.finalize({0}, print, '{0}')\n"
+    (tmp_path / "made_before.py").write_text(making.format("before"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with ForkServer(["made_before"]) as own:
+        fork = own.fork([making.format("after")], pass_fds=[], env=dict(os.environ))
+        assert fork.wait(50) == 0
+        assert capfd.readouterr().out == "after\n"

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -221,7 +222,8 @@ def run_and_end(function: Callable[[], Any]) -> NoReturn:
     """Run a function as all that a process does, and end the process without Python's clean-up.
 
     A fork shares its memory with its parent as long as it does not write there. Python's clean-up frees every object of
-    every module, torch's too, and so copies all of that memory: 0.3 s for a rank that did nothing.
+    every module, torch's too, and so copies all of that memory: 0.3 s for a rank that did nothing. What was registered
+    to be called at the end is called, but for finalizers that the parent has made.
     """
     code = 0
     try:
@@ -267,6 +269,8 @@ def _wait_for_work(parent: socket.socket) -> str | None:
 
 def _prepare(files: list[int], program: str, places: list[int], environment: dict[str, str], folder: str) -> str:
     """Give this process what `subprocess.Popen` would have: folder, environment, and files under their numbers."""
+    for inherited in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        inherited.atexit = False  # the parent's to do: torch would take its kernels out of its tables, and so copy them
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
