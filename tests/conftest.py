@@ -47,13 +47,27 @@ def pytest_addoption(parser):
     parser.addoption("--fresh", action="store_true", help=words)
 
 
+SERVER = pytest.StashKey["SharedForkServer"]()
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Collect without the garbage collector, which would go through ten thousand tests again and again."""
+def pytest_collection(session):
+    """Collect without the garbage collector, which would go through ten thousand tests again and again.
+
+    Then start what ranks are forked from, if any test needs it, and wait for it: on a busy machine that takes longer than
+    a test may.
+    """
     gc.disable()
     result = yield
     gc.freeze()
     gc.enable()
+    config = session.config
+    used = any(
+        "fork_server" in item.fixturenames for item in getattr(session, "items", ()) if hasattr(item, "fixturenames")
+    )
+    if used and can_fork() and not config.getoption("--fresh") and not config.option.collectonly:
+        config.stash[SERVER] = SharedForkServer(WARM)
+        config.stash[SERVER].fork(["pass"], pass_fds=[], env=dict(os.environ)).wait()
     return result
 
 
@@ -133,8 +147,8 @@ WARM += ["tests.huge_pages:join"]  # at last, when all the memory is there
 
 
 @pytest.fixture(scope="session")
-def fork_server(fresh):
-    fork_server = SharedForkServer(WARM) if can_fork() and not fresh else NoForkServer()
+def fork_server(request):
+    fork_server = request.config.stash.get(SERVER, NoForkServer())
     yield fork_server
     fork_server.close()
 

@@ -81,6 +81,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str] = NEEDED) -> None:
         self._process: subprocess.Popen[bytes] | Fork
+        self._due = 0  # answers that are still to come
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [str(Path(folder).absolute()) for folder in sys.path]
         imports = "import socket; from microparallel.world.fork_server import serve"
@@ -99,7 +100,7 @@ class ForkServer:
     def of_process(cls, connection: socket.socket, process: Fork) -> ForkServer:
         """Use a fork server that runs already: a process that runs `serve` at the other end of this socket."""
         server = cls.__new__(cls)
-        server._socket, server._process = connection, process
+        server._socket, server._process, server._due = connection, process, 0
         return server
 
     def fork(self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **_: object) -> Fork:
@@ -108,14 +109,25 @@ class ForkServer:
         request = {"program": command[-1], "places": files, "environment": env, "folder": str(Path.cwd())}
         with _asking, _adopting_orphans():
             try:
+                while self._due:  # to a call that was interrupted; its rank ends by itself, as nobody talks to it
+                    self._answer()
                 socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-                pid = self._socket.recv(100)
+                self._due = 2
+                pid = self._answer()
+                self._answer()  # the process in between has ended, so the rank is a child of this process
             except OSError:
-                pid = b""
-            if not pid:
-                raise LaunchError("the process that ranks are forked from has ended; its error is printed above")
-            self._socket.recv(100)  # the process in between has ended, so the rank is a child of this process
+                self._due = 0
+                raise LaunchError(
+                    "the process that ranks are forked from has ended; its error is printed above"
+                ) from None
         return Fork(int(pid))
+
+    def _answer(self) -> bytes:
+        answer = self._socket.recv(100)
+        if not answer:
+            raise ConnectionError
+        self._due -= 1
+        return answer
 
     @property
     def pid(self) -> int:
