@@ -54,17 +54,15 @@ SERVER = pytest.StashKey["SharedForkServer"]()
 def pytest_collection(session):
     """Collect without the garbage collector, which would go through ten thousand tests again and again.
 
-    Then start what ranks are forked from, if any test needs it, and wait for it: on a busy machine that takes longer than
-    a test may.
+    Then start what ranks are forked from, if any test needs it, and wait for it: on a busy machine that takes longer
+    than a test may.
     """
     gc.disable()
     result = yield
     gc.freeze()
     gc.enable()
     config = session.config
-    used = any(
-        "fork_server" in item.fixturenames for item in getattr(session, "items", ()) if hasattr(item, "fixturenames")
-    )
+    used = any("fork_server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ()))
     if used and can_fork() and not config.getoption("--fresh") and not config.option.collectonly:
         config.stash[SERVER] = SharedForkServer(WARM)
         config.stash[SERVER].fork(["pass"], pass_fds=[], env=dict(os.environ)).wait()
