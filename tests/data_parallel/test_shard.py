@@ -144,7 +144,7 @@ WHAT = (["optimizer", "gradients", None], ["adamw", "sgd"], [1, 3], [True, False
 @pytest.mark.parametrize(
     ("rows", "steps"),
     [
-        pytest.param(pairwise(KINDS, *WHAT), 6, id="pairs"),
+        pytest.param(pairwise(KINDS, *WHAT), 4, id="pairs"),
         *(
             pytest.param(list(itertools.product([kind], *WHAT)), 20, id=f"whole {kind}", marks=pytest.mark.slow)
             for kind in KINDS
