@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many interpreters: where compiled modules are not kept, each compiles ours again, and every test file.
+unexport PYTHONDONTWRITEBYTECODE
 # Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; docs/reference/machines.md says which address.
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The last four are frameworks whose programs the tests run beside ours; the package itself needs none of them.

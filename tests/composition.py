@@ -409,6 +409,33 @@ def page(run: Run, old: str) -> str:
     return _replaced(text, "notes", [part for line in lines for part in (line, "")][:-1])
 
 
+def shown(text: str, name: str) -> dict[Key, str]:
+    """What a table of the page says: by the titles of row and column, the line that refuses it for its footnote."""
+    notes = dict(re.findall(r"^\[\^(\d+)\]: `(.*)`$", text, re.MULTILINE))
+    table = text.partition(f"<!-- {name} -->")[2].partition(f"<!-- end of {name} -->")[0].strip().splitlines()
+    (_, *titles), _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    said = {(row, title): cell for row, *cells in rows for title, cell in zip(titles, cells, strict=True)}
+    return {place: notes[cell[4:-1]] if cell.startswith("no[^") else cell for place, cell in said.items()}
+
+
+def sample_of_page(run: Run, text: str) -> Iterator[tuple[Key, str, str]]:
+    """A third of the cases, some of each row and column: their titles, what the page says and what they give now."""
+    for name, features in (("features", FEATURES), ("rounded", {name: title_of(name) for name in ROUNDED})):
+        said = shown(text, name)
+        for (row, feature), (column, method) in itertools.product(enumerate(features), enumerate(METHODS)):
+            if (row + column) % 3 == 0 and feature not in ON_A_GPU:
+                place = features[feature], METHODS[method].title
+                yield place, said[place], _outcome_or_not(run, method, feature)
+    said = shown(text, "pairs")
+    for number, (first, second) in enumerate(itertools.combinations(PAIRED, 2)):
+        if number % 3 == 0:
+            yield (
+                (FEATURES[first], FEATURES[second]),
+                said[FEATURES[first], FEATURES[second]],
+                _pair(run, "zero-3", first, second),
+            )
+
+
 def _outcome_or_not(run: Run, method: str, feature: str) -> str:
     if not is_there(feature, method):
         return "—"

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.on_gpu import on_gpu, without_device
+from tests.pairwise import take_turns
 
 import microparallel as mp
 from microparallel.cli.app import VERBS
@@ -44,6 +46,33 @@ settings.load_profile("microparallel")
 def pytest_addoption(parser):
     words = "run ranks, commands and labs as users do, in new interpreters: each has to import torch"
     parser.addoption("--fresh", action="store_true", help=words)
+
+
+SERVER = pytest.StashKey["SharedForkServer"]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Collect without the garbage collector, which would go through ten thousand tests again and again.
+
+    Then start what ranks are forked from, if any test needs it, and wait for it: on a busy machine that takes longer
+    than a test may.
+    """
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    config = session.config
+    used = any("fork_server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ()))
+    if used and can_fork() and not config.getoption("--fresh") and not config.option.collectonly:
+        config.stash[SERVER] = SharedForkServer(WARM)
+        config.stash[SERVER].fork(["pass"], pass_fds=[], env=dict(os.environ)).wait()
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(items):
+    take_turns(items)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -108,12 +137,17 @@ WARM += [
     "microparallel.learn.sandbox:load",
     "typer.rich_utils",
 ]
-WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer versions of typer import it for every call
+# Newer versions of typer import it for every call.
+WARM += (
+    ["pydantic.type_adapter", "pydantic.types", "pydantic.json_schema"] if importlib.util.find_spec("pydantic") else []
+)
+WARM += ["pytest", "hypothesis"]  # files with tests, whose functions run on ranks
+WARM += ["tests.huge_pages:join"]  # at last, when all the memory is there
 
 
 @pytest.fixture(scope="session")
-def fork_server(fresh):
-    fork_server = SharedForkServer(WARM) if can_fork() and not fresh else NoForkServer()
+def fork_server(request):
+    fork_server = request.config.stash.get(SERVER, NoForkServer())
     yield fork_server
     fork_server.close()
 

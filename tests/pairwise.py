@@ -34,5 +34,29 @@ def sampled(*factors, possible=lambda *row: True):
     return [row if row in sample else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
+def take_turns(tests):
+    """Of each test with the mark `in_turn`, leave every second combination of its values to `make test-full`.
+
+            case 0   1   2   3       Every case is run, and every transport; with three parametrizations or more any
+    gloo         ×       ×           two values of different ones meet.
+    shm              ×       ×
+    """
+    met = {}  # the values of each parametrization, in the order in which they come
+    for test in tests:
+        if test.get_closest_marker("in_turn") is None:
+            continue
+        places = 0
+        transport = ["any_pool"] if "any_pool" in test.callspec.params else []
+        for names in (*transport, *(mark.args[0] for mark in test.iter_markers("parametrize"))):
+            parts = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+            values = [id(test.callspec.params[name]) for name in parts]
+            others = met.setdefault((test.nodeid.split("[")[0], *parts), [])
+            if values not in others:
+                others.append(values)
+            places += others.index(values)
+        if places % 2:
+            test.add_marker(pytest.mark.slow)
+
+
 def _pairs(row):
     return set(itertools.combinations(enumerate(row), 2))

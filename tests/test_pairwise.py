@@ -1,10 +1,12 @@
 """The sample that stands for a large matrix of cases."""
 
 import itertools
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.pairwise import pairwise, sampled
+from tests.pairwise import pairwise, sampled, take_turns
 
 factors = st.lists(st.integers(1, 4).map(range), min_size=2, max_size=4)
 
@@ -37,3 +39,34 @@ def test_the_rest_is_slow():
     quick = [row for row in rows if not hasattr(row, "marks")]
     assert len(quick) + len(slow) == 8
     assert quick == [row for row in itertools.product("ab", "cd", "ef") if row in pairwise("ab", "cd", "ef")]
+
+
+def collected(marks):
+    """What pytest collects of a test with nine cases on two transports."""
+    function = pytest.mark.parametrize("one, two", [("a", 0), ("b", 0), ("c", 0)])
+    cases = itertools.product(["gloo", "shm"], "abc", [False, True, None])
+    for transport, one, other in cases:
+        slow = []
+        parametrized = [function.mark, pytest.mark.parametrize("other", [False, True, None]).mark]
+        yield SimpleNamespace(
+            nodeid=f"test[{transport}-{one}-{other}]",
+            callspec=SimpleNamespace(params={"any_pool": transport, "one": one, "two": 0, "other": other}),
+            get_closest_marker=marks.get,
+            iter_markers=lambda name, parametrized=parametrized: parametrized,
+            add_marker=slow.append,
+            slow=slow,
+            row=(transport, one, other),
+        )
+
+
+def test_cases_take_turns_on_the_transports():
+    tests = list(collected({"in_turn": True}))
+    take_turns(tests)
+    assert all(test.slow in ([], [pytest.mark.slow]) for test in tests)
+    quick = [test.row for test in tests if not test.slow]
+    assert len(quick) == 9
+    assert pairs(quick) == pairs(test.row for test in tests)
+    assert len({row[1:] for row in quick}) == 9  # every case
+    others = list(collected({}))
+    take_turns(others)
+    assert not any(test.slow for test in others)

@@ -117,6 +117,7 @@ def compressed(comms, text, overlap, microbatches):
     return wrong, [to_text(program) for program in programs], [(e.messages, e.sent) for e in last], payloads
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
 @pytest.mark.parametrize(("text", "microbatches"), [("topk:0.1", 1), ("randomk:0.1", 2), ("powersgd", 1), ("bf16", 2)])
 def test_a_compressed_step(any_pool, text, microbatches, overlap):
@@ -181,6 +182,7 @@ def sharded(comms, shard, overlap, microbatches, clip, local):
     return wrong, followed, sent / bucket_bytes, len(recorder.trace.steps)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
 @pytest.mark.parametrize(
     ("shard", "microbatches", "clip", "local", "rounds"),
@@ -299,6 +301,7 @@ def in_units(comms, kind, overlap, microbatches, local, how):
     return wrong, sum(event.sent for event in mine) / size, held / size
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
 @pytest.mark.parametrize(
     ("kind", "microbatches", "local", "how", "rounds"),
@@ -362,6 +365,7 @@ def in_units_without_samples(comms, microbatches, how):
     return [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", [{}, {"prefetch": 2, "overlap": False}, {"reshard_after_forward": False}], ids=str)
 def test_a_step_in_units_of_ranks_without_samples(any_pool, how):
     assert any_pool.run(in_units_without_samples, 3, (0, 2, 1), how, timeout=50) == [[]] * 3
@@ -581,6 +585,7 @@ def stages(comms, schedule, count, tied):
     return [*differences(recorder.trace, pipe.program), *differences(traced, pipe.program)], to_text(pipe.program)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("schedule", "ranks", "count", "tied"),
     [("1f1b", 2, 1, False), ("1f1b", 4, 2, True), ("zbv", 2, 1, True), ("interleaved", 4, 2, False)],
@@ -619,6 +624,7 @@ def scaled_stages(comms, schedule, count, shard):
     return [*wrong, *differences(traced, pipe.program_with(update=False))], taken, to_text(pipe.program)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("schedule", "ranks", "count", "shard"),
     [("1f1b", 2, 1, None), ("zb-h1", 4, 2, None), ("1f1b", 4, 2, "optimizer")],
@@ -685,6 +691,7 @@ def sharded_pipelines(comms, schedule, count, counts):
     return [*wrong, *differences(traced, traced.program)], to_text(program)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("schedule", "counts"), [("1f1b", (2, 2)), ("zbv", (2, 2)), ("gpipe", (2, 0))], ids=["tied", "shared", "idle"]
 )
@@ -715,6 +722,7 @@ def pipelines_of_different_lengths(comms, counts, samples):
     return [*differences(recorder.trace, program), *differences(traced, program)], to_text(program)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("counts", "samples"), [((3, 1), False), ((0, 2), True), ((1, 0, 2), True)], ids=str)
 def test_pipelines_with_different_numbers_of_micro_batches(any_pool, counts, samples):
     for wrong, text in any_pool.run(pipelines_of_different_lengths, 2 * len(counts), counts, samples, timeout=50):
@@ -749,6 +757,7 @@ def counted(comms, count, weighted):
     return differences(recorder.trace, pipe.program)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("weighted", [True, False], ids=["weight", "count"])
 @pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 2)], ids=["one pipeline", "dp × pp"])
 def test_a_model_of_ones_own_and_losses_that_are_counted(any_pool, ranks, count, weighted):

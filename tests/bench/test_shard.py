@@ -25,19 +25,21 @@ def bench(comms, settings):
     return transport_of(comms), measurements, told
 
 
+@pytest.mark.timeout(200)  # a dozen seconds alone; three ranks on busy cores take long
 @pytest.mark.parametrize(
     ("any_pool", "ranks", "accumulate", "models"),
     [
-        ("shm", 2, 1, ("mlp-8", "gpt-32")),
-        ("gloo", 3, 2, ("gpt-32",)),
+        ("shm", 3, 2, ("gpt-32",)),
+        ("gloo", 2, 1, ("gpt-32",)),
+        pytest.param("shm", 2, 1, ("mlp-8", "gpt-32"), marks=pytest.mark.slow),
         pytest.param("gloo", 2, 1, ("mlp-8", "gpt-32"), marks=pytest.mark.slow),
-        pytest.param("shm", 3, 2, ("gpt-32",), marks=pytest.mark.slow),
+        pytest.param("gloo", 3, 2, ("gpt-32",), marks=pytest.mark.slow),
     ],
     indirect=["any_pool"],
 )
 def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights(any_pool, ranks, accumulate, models):
     settings = dataclasses.replace(SMALL, accumulate=accumulate, models=models)
-    (transport, first, told), *others = any_pool.run(bench, ranks, settings, timeout=50)
+    (transport, first, told), *others = any_pool.run(bench, ranks, settings, timeout=190)
     assert all(other[:2] == (transport, first) for other in others)
     assert first.wrong is None
     assert [result.model for result in first.results] == list(models)

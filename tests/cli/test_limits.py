@@ -17,9 +17,15 @@ def train_under(limit, folder):
     ("limit", "said"),
     [
         ("ulimit -n 40", "this process may have 40 files open (ulimit -n), and about"),
-        ("ulimit -n 14", "this process may have 14 files open (ulimit -n), and about"),
+        pytest.param(
+            "ulimit -n 14", "this process may have 14 files open (ulimit -n), and about", marks=pytest.mark.slow
+        ),
         ("ulimit -v 400000", "this process may have 409.6 MB of addresses (ulimit -v 400000), has"),
-        ("ulimit -v 800000", "this process may have 819.2 MB of addresses (ulimit -v 800000), has"),
+        pytest.param(
+            "ulimit -v 800000",
+            "this process may have 819.2 MB of addresses (ulimit -v 800000), has",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_too_low(limit, said, tmp_path):

@@ -26,7 +26,7 @@ MOST_RANKS = 5
 
 # No shrinking: a failure costs a restart of all ranks, and the cases are small as they are.
 a_property = settings(
-    max_examples=25,
+    max_examples=10,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -183,6 +183,16 @@ each_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__
 @a_property
 @given(world_size=world_sizes, cases=cases, checked=st.booleans())
 def test_against_plain_python(any_pool, check, world_size, cases, checked):
+    wrong = any_pool.run(check_each, world_size, cases, check, check=checked, timeout=30)
+    assert wrong == [[]] * world_size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@each_check
+@settings(a_property, max_examples=100)
+@given(world_size=world_sizes, cases=cases, checked=st.booleans())
+def test_many_cases_against_plain_python(any_pool, check, world_size, cases, checked):
     wrong = any_pool.run(check_each, world_size, cases, check, check=checked, timeout=30)
     assert wrong == [[]] * world_size
 

@@ -117,6 +117,7 @@ def check_parity(case, optimizer, dtype, averaging, devices):
     assert not torch.equal(model.last.weight, before["last.weight"])  # something was learnt
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("averaging", AVERAGES)
 @pytest.mark.parametrize("dtype", RELATIVE, ids=str)

@@ -86,8 +86,8 @@ def train_beside_one_process(
     return worst, identical(model, comms)
 
 
-def compared(comms, rows):
-    return {row: train_beside_one_process(comms, *row) for row in rows}
+def compared(comms, rows, **options):
+    return {row: train_beside_one_process(comms, *row, **options) for row in rows}
 
 
 KINDS = ["mlp", "gpt", "odd"]
@@ -105,22 +105,23 @@ WHAT = (list(UNITS), [0, 1, 2], [True, False], ["adamw", "sgd"], [1, 3, -3], [Tr
     indirect=["any_pool"],
 )
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "steps"),
     [
-        pytest.param(pairwise(KINDS, *WHAT), id="pairs"),
+        pytest.param(pairwise(KINDS, *WHAT), 3, id="pairs"),
         *(
-            pytest.param(list(itertools.product([kind], *WHAT)), id=f"whole {kind}", marks=pytest.mark.slow)
+            pytest.param(list(itertools.product([kind], *WHAT)), 5, id=f"whole {kind}", marks=pytest.mark.slow)
             for kind in KINDS
         ),
     ],
 )
-def test_parity_with_one_process(any_pool, ranks, rows):
-    for found in any_pool.run(compared, ranks, rows, timeout=290):
+def test_parity_with_one_process(any_pool, ranks, rows, steps):
+    for found in any_pool.run(compared, ranks, rows, steps=steps, timeout=290):
         for row, (worst, same) in found.items():
             assert worst < 1e-12, row
             assert same, row
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (2, 2), (4, 4)])
 def test_hybrid_parity(any_pool, ranks, replicas, overlap):
@@ -130,7 +131,7 @@ def test_hybrid_parity(any_pool, ranks, replicas, overlap):
         ("gpt", "auto", 0, True, "sgd", -3, False, replicas, overlap),
         ("odd", "layers", 2, False, "adamw", 1, True, replicas, overlap),
     ]
-    for found in any_pool.run(compared, ranks, rows, timeout=100):
+    for found in any_pool.run(compared, ranks, rows, steps=3, timeout=100):
         for row, (worst, same) in found.items():
             assert worst < 1e-12, row
             assert same, row
@@ -468,6 +469,7 @@ def at_once_without_samples(comms, counts, how):
     return worst
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("counts", "how"),
     [

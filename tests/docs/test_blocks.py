@@ -127,6 +127,12 @@ TOO_LONG = {
 CHAOS = "microparallel chaos --faults 2 --kinds kill-rank,kill-launcher --seed 29 -- train --ranks 2 --steps 150"
 TOO_LONG_IN_LESSONS = {
     CHAOS: Instead("it trains twice, in processes of its own; `make test-full` runs it as it stands, a guide in short"),
+    "microparallel compare --compress topk:0.01 --ranks 2 --steps 100 --seeds 1": Instead(
+        LONG, "microparallel compare --compress topk:0.01 --ranks 2 --steps 4 --seeds 1"
+    ),
+    "microparallel train --ranks 2 --epochs 4 --metric mine:recall_of_seven --quiet": Instead(
+        LONG, "microparallel train --ranks 2 --epochs 1 --metric mine:recall_of_seven --quiet"
+    ),
 }
 NEEDS_A_GPU = {"python examples/one_gpu.py": Instead("ranks that share a GPU need one")}
 LESSONS_ON_A_GPU = [page for page in PAGES if any(command in page.read_text() for command in NEEDS_A_GPU)]

@@ -10,7 +10,7 @@ class Answer:
     mistake: str
     changes: dict[str, str]
     words: str
-    quick: bool = False  # also looked at by `make test`, which has no time for all of them
+    quick: bool = False  # `make test`, which has no time for all of them, looks at the first two of these
 
     def of(self, exercise):
         text = solved(exercise.solution.read_text("utf-8"))

@@ -124,7 +124,7 @@ def test_ten_thousand_bars_are_less_than_two_megabytes(run, steps):
     assert len(data_of(page)["measured"]["steps"]) == steps
 
 
-@pytest.mark.parametrize("steps", [1, 20])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 20])
 def test_what_does_not_fit_is_left_out_and_counted(run, steps):
     trace = long_recording(80_000, steps)
     page = report_page(replace(run, trace=trace))

@@ -154,6 +154,7 @@ def large_buckets(rank, _, kept_in_place, move=True):
     return gradient().clone()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kept_in_place", [(), (1,), (0, 1)], ids=["all moved", "one moved", "none moved"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_large_buckets_are_moved_to_where_peers_read_them(both, ranks, kept_in_place):

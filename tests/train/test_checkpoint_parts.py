@@ -108,10 +108,15 @@ def written_by_one_read_by_others(comms, folder, first, others, subject):
 
 
 def readers():
-    """Every layout reads every other's: each once in the quick run, with one of the subjects, and all in the whole."""
+    """Every layout reads every other's, with both subjects; in the quick run each reads a third of them, with one."""
+    places = {name: number for number, name in enumerate(LAYOUTS)}
     rows = pairwise(SUBJECTS, LAYOUTS, LAYOUTS)
     for subject, first in itertools.product(SUBJECTS, LAYOUTS):
-        some = [second for one, other, second in rows if (one, other) == (subject, first)]
+        some = [
+            second
+            for one, other, second in rows
+            if (one, other) == (subject, first) and (places[first] + places[second]) % 3 == 0
+        ]
         if some:
             yield pytest.param(subject, first, some, id=f"{subject}-{first}-pairs")
         yield pytest.param(subject, first, [*LAYOUTS], id=f"{subject}-{first}-whole", marks=pytest.mark.slow)
@@ -536,6 +541,7 @@ CHOSEN = [(0, 4), (0, 9), (0, 12), (1, 1)]  # a part is written; between two nam
 SAMPLED = [pytest.param(*one, marks=[] if one in CHOSEN else pytest.mark.slow) for one in MOMENTS]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("step", [2, 3], ids=["same step", "new step"])
 @pytest.mark.parametrize(("victim", "at"), SAMPLED)
 def test_a_rank_that_is_killed_at_any_moment_loses_nothing(pool, tmp_path, victim, at, step):

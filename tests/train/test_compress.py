@@ -26,6 +26,7 @@ def losses_of(folder):
     return [record["loss"] for record in records if "loss" in record]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("text", "layout"),
     [

@@ -83,6 +83,7 @@ LAYOUTS = [{"ranks": 2}, {"ranks": 4}, {"pp": 2}, {"dp": 2, "pp": 2, "microbatch
 OWN = {"optimizer": f"{__name__}:in_two_groups", "schedule_lr": f"{__name__}:restarts", "warmup": 2}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "settings",

@@ -43,6 +43,7 @@ def layers():
     return nn.Sequential(nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, 10), Louder())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_run_goes_on_bit_for_bit(pool, tmp_path, precision, shard):

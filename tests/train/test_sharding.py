@@ -353,6 +353,7 @@ BACKWARDS = f"{__name__}:backwards"
 MEASURED = list(itertools.product(["mlp", BACKWARDS], ["one_more_than_a_batch", "fewer_than_ranks"], [0, 2]))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("model", "data", "steps"), MEASURED)
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_ranks_without_samples_take_part_in_measuring(pool, model, data, steps, transport):

@@ -63,7 +63,7 @@ def configuration(out, **changes):
     "options",
     [
         {},
-        {"accumulate": 3},
+        pytest.param({"accumulate": 3}, marks=pytest.mark.slow),
         {"shard": "gradients"},
         {"shard": "parameters"},
         {"optimizer": "sgd", "momentum": 0.9, "clip": 0.5, "accumulate": 2},

@@ -268,6 +268,7 @@ def streamed(pool, tmp_path_factory):
     return folder
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "layout",
     [{"ranks": 2}, {"ranks": 4, "accumulate": 2}, {"ranks": 2, "workers": 1}, {"pp": 2, "dp": 2, "microbatches": 2}],
@@ -285,6 +286,7 @@ def test_a_stream_that_knows_its_length_needs_no_steps(pool, tmp_path):
     assert summary["steps"] == 6
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("data", ["lines", "forgetful"])
 @pytest.mark.parametrize("changes", [{}, {"ranks": 2, "workers": 1}, {"dp": 1, "pp": 2}], ids=str)
 def test_a_stream_goes_on_where_it_stood(pool, tmp_path, data, changes):

@@ -91,6 +91,7 @@ def plain(pool, tmp_path_factory):
     return out
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("layout", [{"ranks": 1}, {"ranks": 2}, {"ranks": 2, **IN_PARTS}], ids=str)
 @pytest.mark.parametrize("model", ["OwnLoss", "ReturnsObject", "ReturnsDict", "ReturnsTuple"])
 def test_a_model_computes_its_own_loss_and_returns_it_in_its_own_way(pool, plain, tmp_path, model, layout):
@@ -175,6 +176,7 @@ class WholeBatch(Plain):
         return nn.functional.cross_entropy(self.layer(batch["inputs"]), batch["labels"])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "layout", [{"ranks": 1}, {"ranks": 2}, {"ranks": 4}, {"ranks": 3, "shard": "parameters"}], ids=str
 )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -92,3 +93,39 @@ def test_a_fork_server_that_has_ended_says_so():
     fork_server.close()
     with mp.Pool(fork_server) as pool, pytest.raises(mp.errors.LaunchError, match="has ended"):
         pool.run(process_of, 1, device="cpu")
+
+
+def test_a_fork_finalizes_what_it_has_made_and_not_what_its_parent_has(tmp_path, monkeypatch, capfd):
+    """torch's finalizers take its kernels out of its tables: 10,000 pages that a fork would copy when it ends."""
+    making = "import weakref\nclass Made: pass\n{0} = Made()\nweakref.finalize({0}, print, '{0}')\n"
+    (tmp_path / "made_before.py").write_text(making.format("before"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with ForkServer(["made_before"]) as own:
+        fork = own.fork([making.format("after")], pass_fds=[], env=dict(os.environ))
+        assert fork.wait(50) == 0
+        assert capfd.readouterr().out == "after\n"
+
+
+def test_a_call_that_was_interrupted_does_not_give_its_rank_to_the_next(tmp_path, monkeypatch):
+    """The answer to the first comes when nobody waits for it any more."""
+    (tmp_path / "waits_for_a_file.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists():\n    time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        with ForkServer(["waits_for_a_file"]) as own:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+            with pytest.raises(KeyboardInterrupt):
+                own.fork(["print('first')"], pass_fds=[], env=dict(os.environ))
+            (tmp_path / "go").touch()
+            program = f"import pathlib, os; pathlib.Path({str(tmp_path / 'second')!r}).write_text(str(os.getpid()))"
+            second = own.fork([program], pass_fds=[], env=dict(os.environ))
+            assert second.wait(50) == 0
+            assert (tmp_path / "second").read_text() == str(second.pid)
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +81,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str] = NEEDED) -> None:
         self._process: subprocess.Popen[bytes] | Fork
+        self._due = 0  # answers that are still to come
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [str(Path(folder).absolute()) for folder in sys.path]
         imports = "import socket; from microparallel.world.fork_server import serve"
@@ -98,7 +100,7 @@ class ForkServer:
     def of_process(cls, connection: socket.socket, process: Fork) -> ForkServer:
         """Use a fork server that runs already: a process that runs `serve` at the other end of this socket."""
         server = cls.__new__(cls)
-        server._socket, server._process = connection, process
+        server._socket, server._process, server._due = connection, process, 0
         return server
 
     def fork(self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **_: object) -> Fork:
@@ -107,14 +109,25 @@ class ForkServer:
         request = {"program": command[-1], "places": files, "environment": env, "folder": str(Path.cwd())}
         with _asking, _adopting_orphans():
             try:
+                while self._due:  # to a call that was interrupted; its rank ends by itself, as nobody talks to it
+                    self._answer()
                 socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-                pid = self._socket.recv(100)
+                self._due = 2
+                pid = self._answer()
+                self._answer()  # the process in between has ended, so the rank is a child of this process
             except OSError:
-                pid = b""
-            if not pid:
-                raise LaunchError("the process that ranks are forked from has ended; its error is printed above")
-            self._socket.recv(100)  # the process in between has ended, so the rank is a child of this process
+                self._due = 0
+                raise LaunchError(
+                    "the process that ranks are forked from has ended; its error is printed above"
+                ) from None
         return Fork(int(pid))
+
+    def _answer(self) -> bytes:
+        answer = self._socket.recv(100)
+        if not answer:
+            raise ConnectionError
+        self._due -= 1
+        return answer
 
     @property
     def pid(self) -> int:
@@ -221,7 +234,8 @@ def run_and_end(function: Callable[[], Any]) -> NoReturn:
     """Run a function as all that a process does, and end the process without Python's clean-up.
 
     A fork shares its memory with its parent as long as it does not write there. Python's clean-up frees every object of
-    every module, torch's too, and so copies all of that memory: 0.3 s for a rank that did nothing.
+    every module, torch's too, and so copies all of that memory: 0.3 s for a rank that did nothing. What was registered
+    to be called at the end is called, but for finalizers that the parent has made.
     """
     code = 0
     try:
@@ -267,6 +281,8 @@ def _wait_for_work(parent: socket.socket) -> str | None:
 
 def _prepare(files: list[int], program: str, places: list[int], environment: dict[str, str], folder: str) -> str:
     """Give this process what `subprocess.Popen` would have: folder, environment, and files under their numbers."""
+    for inherited in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        inherited.atexit = False  # the parent's to do: torch would take its kernels out of its tables, and so copy them
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
