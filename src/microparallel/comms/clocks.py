@@ -94,11 +94,11 @@ class Clocks:
     def _answer(self, rank: int) -> None:
         for _ in range(_ROUNDS):
             self._comms.recv_tensor(1, rank, torch.float64)
-            self._comms.send_tensor(torch.tensor([self._clock()], dtype=torch.float64), rank)
+            self._comms.send_tensor(torch.tensor([self._clock()], dtype=torch.float64, device="cpu"), rank)
 
     def _ask(self) -> RoundTrip:
         asked = self._clock()
-        self._comms.send_tensor(torch.zeros(1, dtype=torch.float64), 0)
+        self._comms.send_tensor(torch.zeros(1, dtype=torch.float64, device="cpu"), 0)
         theirs = float(self._comms.recv_tensor(1, 0, torch.float64))
         return RoundTrip(asked, theirs, self._clock())
 

@@ -201,7 +201,7 @@ class ProgramGroup:
 
     def barrier(self) -> QueuedWork:
         """Meet: complete when every rank has called this."""
-        return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "sum")
+        return self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), "sum")
 
     def run_in_background(self) -> None:
         """Let the queue's thread run the collectives that have been called and not waited for."""

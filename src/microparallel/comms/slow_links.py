@@ -166,7 +166,7 @@ class SlowReceive:
 
     def __init__(self, group: Group, tensor: torch.Tensor, source: int, tag: int, seconds: float) -> None:
         self._work = group.irecv(tensor, source, tag)
-        self._notice = group.isend(torch.zeros(1, dtype=torch.uint8), source, tag + _POSTED)
+        self._notice = group.isend(torch.zeros(1, dtype=torch.uint8, device="cpu"), source, tag + _POSTED)
         self._seconds = seconds
         self.arrived = 0.0  # when its transfer began, by time.perf_counter: what was before is waiting
 
@@ -282,7 +282,7 @@ class Wire:
         self._port = port
         self._to = to
         self._tag = tag
-        self._notice = torch.zeros(1, dtype=torch.uint8)  # of the receiver; its content does not matter
+        self._notice = torch.zeros(1, dtype=torch.uint8, device="cpu")  # of the receiver; its content does not matter
         self._messages: SimpleQueue[SlowSend | None] = SimpleQueue()
         self._sending = threading.Lock()  # messages stand in the queue in the order of their numbers
         self._unwanted = False  # whether the first message waits for its receive to be posted

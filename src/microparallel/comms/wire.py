@@ -154,6 +154,6 @@ def finish_reduction(wire: torch.Tensor, op: str, world_size: int) -> torch.Tens
 def gather_json(value: Any, comms: Comms) -> list[Any]:
     """Every rank's value on every rank, as JSON: nothing that comes from a peer is ever unpickled."""
     text = json.dumps(value).encode()
-    longest = int(comms.all_reduce(torch.tensor(len(text)), op="max").item())
+    longest = int(comms.all_reduce(torch.tensor(len(text), device="cpu"), op="max").item())
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in comms.all_gather(padded)]

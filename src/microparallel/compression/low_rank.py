@@ -92,7 +92,7 @@ class PowerSGD(Compressor):
         """Q of the last pass; in the first pass random numbers, the same on every rank."""
         if index not in self._columns:
             generator = torch.Generator().manual_seed(self.seed + index)
-            self._columns[index] = torch.randn(piece.shape[1], self.rank, generator=generator)
+            self._columns[index] = torch.randn(piece.shape[1], self.rank, generator=generator, device="cpu")
         return self._columns[index].to(piece.device)
 
     def _make_bases(self, received: Received, shapes: Sequence[Shape]) -> None:

@@ -163,7 +163,7 @@ class RandomK(KnownCompressor):
         self.seed = seed
         self._bucket = 0
         self._drawn = 0  # how many times places were drawn
-        self._places = torch.empty(0, dtype=torch.int64)
+        self._places = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def count(self, size: int) -> int:
         """How many of so many numbers are sent."""
@@ -185,9 +185,9 @@ class RandomK(KnownCompressor):
         count = self.count(size)
         seed = hash((self.seed, self._bucket, self._drawn)) % 2**63  # of whole numbers: the same in every process
         generator = torch.Generator().manual_seed(seed)
-        bounds = torch.arange(count + 1) * size // count
+        bounds = torch.arange(count + 1, device="cpu") * size // count
         widths = bounds[1:] - bounds[:-1]
-        return bounds[:-1] + (torch.rand(count, generator=generator, dtype=torch.float64) * widths).long()
+        return bounds[:-1] + (torch.rand(count, generator=generator, dtype=torch.float64, device="cpu") * widths).long()
 
     def decode(self, shapes: Sequence[Shape], *received: Received) -> torch.Tensor:
         """Put the sums at the places that were drawn last."""

@@ -556,7 +556,7 @@ class Reducer:
             return
         mine = [bucket.presence() for bucket in buckets]
         also = self._also_shared()
-        counts = torch.tensor([*itertools.chain(*mine), *also], dtype=torch.float64)
+        counts = torch.tensor([*itertools.chain(*mine), *also], dtype=torch.float64, device="cpu")
         self._comms.all_reduce(counts, operation=AllReduce(presence(self._turn), self._axis))
         *of_buckets, of_all = torch.split(counts, [*map(len, mine), len(also)])
         for bucket, sums in zip(buckets, of_buckets, strict=True):
@@ -576,7 +576,7 @@ class Reducer:
             return
         found = not all(bucket.sums_are_finite for bucket in self.buckets)
         if self.sharded_buckets:
-            ranks = torch.tensor([float(found)], dtype=torch.float64)
+            ranks = torch.tensor([float(found)], dtype=torch.float64, device="cpu")
             self._comms.all_reduce(ranks, operation=AllReduce(overflow(self._turn), self._axis))
             found = bool(ranks)
         self._guard.pass_ended(overflow=found)
@@ -646,7 +646,7 @@ class Reducer:
         order = [*arrived, *(parameter for parameter in self._order if parameter not in arrived)]
         count = len(order)
         inside = self._sums_inside.seen  # every rank has as many: no rank gets past such a sum alone
-        indices = torch.tensor([*(numbers[parameter] for parameter in order), *itertools.chain(*inside)])
+        indices = torch.tensor([*(numbers[parameter] for parameter in order), *itertools.chain(*inside)], device="cpu")
         source = self.participants.ranks[0]
         self._comms.broadcast(indices, src=source, operation=Broadcast(ORDER, "dp", source))
         learnt = indices[:count].tolist()
@@ -748,8 +748,8 @@ class Participants:
         if not self.are_exchanged:
             self.ranks = list(range(self._comms.world_size))
             return weight / (self._comms.world_size if self.weight is None else self.total or 1.0)
-        table = torch.zeros(2, self._comms.world_size, dtype=torch.float64)  # a column for each rank
-        table[:, self._comms.rank] = torch.tensor([1.0, weight]) * has_data
+        table = torch.zeros(2, self._comms.world_size, dtype=torch.float64, device="cpu")  # a column for each rank
+        table[:, self._comms.rank] = torch.tensor([1.0, weight], device="cpu") * has_data
         self._comms.all_reduce(table, operation=AllReduce(WEIGHTS, self._axis))
         having, weights = table.tolist()
         self.ranks = [rank for rank, has in enumerate(having) if has]

@@ -208,8 +208,8 @@ class ShardedBucket(FlatBucket):
     def _lay_out(self) -> None:
         first = self._example
         self._kind = self.parameters[0].dtype, first.device
-        self.ranks_with_gradient = torch.zeros(len(self.parameters))
-        self._not_finite_on_all = torch.zeros(())
+        self.ranks_with_gradient = torch.zeros(len(self.parameters), device="cpu")
+        self._not_finite_on_all = torch.zeros((), device="cpu")
         self._buffer: torch.Tensor | None = None
         self._open = False
         if self._pool is None:
@@ -613,7 +613,7 @@ def clip_parts(
     gradients = [gradient for bucket in counting for gradient in bucket.gradients() if gradient is not None]
     largest = math.isinf(norm_type)
     powers = [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in gradients]
-    mine = torch.stack(powers).cpu() if powers else torch.zeros(1, dtype=torch.float64)
+    mine = torch.stack(powers).cpu() if powers else torch.zeros(1, dtype=torch.float64, device="cpu")
     total = mine.max().reshape(1) if largest else mine.pow(norm_type).sum().reshape(1)
     comms.all_reduce(total, "max" if largest else "sum", operation=AllReduce(NORM, axis))
     norm = total[0] if largest else total[0].pow(1 / norm_type)

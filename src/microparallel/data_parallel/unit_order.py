@@ -46,7 +46,7 @@ class Announcements:
 
     def begin(self, has_samples: bool) -> None:
         """A forward begins before the order of units is known: find out whether all ranks have samples."""
-        having = torch.tensor([float(has_samples)])
+        having = torch.tensor([float(has_samples)], device="cpu")
         self._comms.all_reduce(having, operation=AllReduce(announced(), self._axis))
         self._made = 0
         self.are_made = int(having) < self._comms.world_size
@@ -71,7 +71,7 @@ class Announcements:
 
     def _exchange(self, mine: int) -> int:
         self._made += 1
-        table = torch.zeros(self._comms.world_size)
+        table = torch.zeros(self._comms.world_size, device="cpu")
         table[self._comms.rank] = mine
         self._comms.all_reduce(table, operation=AllReduce(announced(self._made), self._axis))
         found = {int(one) for one in table.tolist() if one != _NO_SAMPLES}
@@ -95,7 +95,7 @@ def share_order(
     Returns:
         All units in one order; and for each, the units whose stages used it last, on each rank that did.
     """
-    table = torch.zeros(comms.world_size, 2, len(units), dtype=torch.float64)
+    table = torch.zeros(comms.world_size, 2, len(units), dtype=torch.float64, device="cpu")
     for place, unit in enumerate(first_uses, start=1):
         table[comms.rank, 0, unit.stage] = place
         table[comms.rank, 1, unit.stage] = last_uses[unit]

@@ -412,7 +412,9 @@ class DataParallel(nn.Module):
             self.comms.broadcast(tensor.data, src=last[0])
         if self.loss_scale is not None and self._guard is not None:
             state = self.loss_scale.state_dict()
-            numbers = self.comms.broadcast(torch.tensor([*state.values()], dtype=torch.float64), src=last[0])
+            numbers = self.comms.broadcast(
+                torch.tensor([*state.values()], dtype=torch.float64, device="cpu"), src=last[0]
+            )
             self.loss_scale.load_state_dict(dict(zip(state, numbers.tolist(), strict=True)))
             self._guard.forget()
 

@@ -335,7 +335,7 @@ class Presence:
         if not buckets:
             return
         mine = [bucket.presence() for bucket in buckets]
-        counts = torch.tensor(list(itertools.chain(*mine)), dtype=torch.float32)
+        counts = torch.tensor(list(itertools.chain(*mine)), dtype=torch.float32, device="cpu")
         self._column.comms.all_reduce(counts, operation=operation)
         for bucket, sums in zip(buckets, torch.split(counts, list(map(len, mine))), strict=True):
             bucket.take_presence(sums)

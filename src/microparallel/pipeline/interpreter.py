@@ -344,7 +344,7 @@ class Worker:
 
         On the host: the calling thread waits for all forwards of the last stage.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         for loss in torch.stack(self._losses).cpu() if self._losses else ():
             total += loss
         return total

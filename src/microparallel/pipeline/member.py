@@ -160,7 +160,7 @@ class Member:
         """How many samples all replicas have together; every rank calls this."""
         if self.mesh.dp == 1:
             return mine
-        return int(self._column.comms.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")))
+        return int(self._column.comms.all_reduce(torch.tensor(mine, device="cpu"), operation=AllReduce(SAMPLES, "dp")))
 
     def _summed_parameters(self) -> set[nn.Parameter]:
         """The parameters whose gradients are sums over ranks."""
@@ -279,14 +279,14 @@ class Member:
         """How many numbers the whole model has, those that stages share counted once; all ranks call this."""
         elsewhere = {tie.parameter for tie in self._ties if tie.holders.rank > 0}
         mine = sum(parameter.numel() for parameter in self.parameters() if parameter not in elsewhere)
-        return int(self._row.all_reduce(torch.tensor(mine)))
+        return int(self._row.all_reduce(torch.tensor(mine, device="cpu")))
 
     def replicas_are_identical(self) -> bool:
         """Whether replicas of a stage, and copies of a shared parameter, have the same bits; all ranks call this."""
         identical = replicas_are_identical(self.own_layers, self._column.comms)
         for tie in self._ties:
             identical &= replicas_are_identical(nn.ParameterList([tie.parameter]), tie.holders)
-        return bool(self.comms.all_reduce(torch.tensor(int(identical)), op="min"))
+        return bool(self.comms.all_reduce(torch.tensor(int(identical), device="cpu"), op="min"))
 
     def broadcast_buffers(self) -> None:
         """Give every replica the first one's buffers, such as BatchNorm's running statistics; all ranks call this."""
@@ -392,13 +392,15 @@ class LossSum:
     def start(self, operation: Sum) -> None:
         """Add up the parts of all ranks."""
         count = self._worker.count
-        parts = torch.tensor([float(self._worker.loss), count or 0.0, float(count is not None)], dtype=torch.float64)
+        parts = torch.tensor(
+            [float(self._worker.loss), count or 0.0, float(count is not None)], dtype=torch.float64, device="cpu"
+        )
         loss, total, counted = self._comms.all_reduce(parts, operation=operation).tolist()
         if counted:
             # Without any count there is no mean, and the gradients are those of a sum of nothing: zero.
             self.factor = self._samples / total if total else 1.0
             loss = loss * self.factor if total else math.nan
-        self._loss = torch.tensor(loss, dtype=torch.float64)
+        self._loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
 
     @property
     def loss(self) -> torch.Tensor:
@@ -452,7 +454,9 @@ def clip_gradients(
         row: the ranks of the pipeline.
     """
     gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-    square = sum((gradient.double().square().sum() for gradient in gradients), torch.zeros((), dtype=torch.float64))
+    square = sum(
+        (gradient.double().square().sum() for gradient in gradients), torch.zeros((), dtype=torch.float64, device="cpu")
+    )
     norm = row.all_reduce(square.cpu().reshape(1), operation=AllReduce(NORM, "pp")).sqrt().reshape(())
     factor = most / (float(norm) + 1e-6)  # as torch does
     if factor < 1:

@@ -52,7 +52,9 @@ class OverflowSum:
     def start(self, operation: Sum) -> None:
         """Look at the gradients of this rank, and ask all others."""
         mine = not all(map(is_finite, self._gradients()))
-        ranks = self._comms.all_reduce(torch.tensor([float(mine)], dtype=torch.float64), operation=operation)
+        ranks = self._comms.all_reduce(
+            torch.tensor([float(mine)], dtype=torch.float64, device="cpu"), operation=operation
+        )
         self._guard.pass_ended(overflow=bool(ranks))
 
     def finish(self) -> None:

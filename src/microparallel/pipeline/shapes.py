@@ -117,14 +117,14 @@ class Shapes:
     def _send(self, rank: int, text: str) -> None:
         """Send the length of a text, then the text."""
         content = text.encode()
-        self._messages.isend(torch.tensor([len(content)]), rank, PIPELINE_TAG).wait()
+        self._messages.isend(torch.tensor([len(content)], device="cpu"), rank, PIPELINE_TAG).wait()
         if content:
             self._messages.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, PIPELINE_TAG).wait()
 
     def _receive(self, rank: int) -> str:
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._messages.irecv(length, rank, PIPELINE_TAG).wait()
-        content = torch.empty(int(length), dtype=torch.uint8)
+        content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         if len(content):
             self._messages.irecv(content, rank, PIPELINE_TAG).wait()
         return bytes(content.tolist()).decode()

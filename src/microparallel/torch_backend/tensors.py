@@ -205,7 +205,7 @@ class Contribution:
         self._tensor = tensor
         coalesced = tensor.detach().coalesce()
         self._indices, self._values = coalesced.indices().contiguous(), coalesced.values().contiguous()
-        self.count = torch.tensor([len(self._values)])
+        self.count = torch.tensor([len(self._values)], device="cpu")
         self.wires = (self._indices.view(-1), self._values.view(-1))
 
     def room(self, counts: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

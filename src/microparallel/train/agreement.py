@@ -106,7 +106,7 @@ class Agreement:
         own = self._answer()
         before, after = self._comms.rank * len(own), (self._comms.world_size - 1 - self._comms.rank) * len(own)
         said = [int(self.told_to_stop), *said_by_first, *[0] * before, *own, *[0] * after]
-        told = self._comms.all_reduce(torch.tensor(said), op="max").tolist()
+        told = self._comms.all_reduce(torch.tensor(said, device="cpu"), op="max").tolist()
         stop, save, self._steps_until_question, self._copy_every, *answers = told
         self._hear([answers[len(own) * rank : len(own) * (rank + 1)] for rank in range(self._comms.world_size)])
         self._asked, self._steps_since = time.monotonic(), 0

@@ -100,7 +100,7 @@ def digits(seed: int = 0, dtype: torch.dtype = torch.float32) -> Split:
     """
     file = resources.files("microparallel.train") / "digits" / "digits.safetensors"
     tensors = safetensors.torch.load(file.read_bytes())
-    order = torch.randperm(len(tensors["labels"]), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(tensors["labels"]), generator=torch.Generator().manual_seed(seed), device="cpu")
     images = ((tensors["images"].to(dtype) - 5) / 16)[order]
     labels = tensors["labels"].to(torch.int64)[order]
     held_back = len(order) // 5

@@ -54,7 +54,7 @@ class ShardedModelWithLoss(FullyShardedDataParallel):
     def replicas_are_identical(self) -> bool:
         """Whether ranks of several groups that keep the same part have the same bits; every rank must call it."""
         same = True if self._across is None else replicas_are_identical(self.module, self._across)
-        return bool(self.comms.all_reduce(torch.tensor(int(same)), op="min"))
+        return bool(self.comms.all_reduce(torch.tensor(int(same), device="cpu"), op="min"))
 
 
 class FullyShardedTraining(Training):

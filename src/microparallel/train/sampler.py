@@ -139,7 +139,9 @@ class ShardedSampler(Sampler[list[int]]):
         # A checksum mixes the two numbers. Their sum would make epoch 1 of seed 0 epoch 0 of seed 1, and packing them
         # into 64 bits would lose one: torch's CPU generator looks at the low 32 bits of its seed only.
         mixed = zlib.crc32(f"seed {self.seed}, epoch {epoch}".encode())
-        order: list[int] = torch.randperm(self.samples, generator=torch.Generator().manual_seed(mixed)).tolist()
+        order: list[int] = torch.randperm(
+            self.samples, generator=torch.Generator().manual_seed(mixed), device="cpu"
+        ).tolist()
         return order
 
     def _check(self) -> None:

@@ -164,7 +164,7 @@ class Training:
     def has_finite_weights(self) -> bool:
         """Whether the parameters of all ranks are finite: the same answer on each, all of which ask."""
         mine = not_finite(self.model.named_parameters())
-        return not self.comms.all_reduce(torch.tensor(len(mine))).item()
+        return not self.comms.all_reduce(torch.tensor(len(mine), device="cpu")).item()
 
     def require_finite_weights(self) -> None:
         """Raise a GradientError, on every rank, if some rank's parameters are not finite."""
