@@ -557,7 +557,7 @@ def test_another_function_draws_truncated_normal_numbers():
 # Objects of torch's that our code holds, whatever the variable's name is.
 TORCHS = (torch.Tensor, nn.Module, torch.UntypedStorage, torch.optim.Optimizer, dist.ProcessGroup, dist.Work)
 # Private names of Python's own.
-PYTHONS = {"_current_frames", "_exit", "_fields", "_getframe", "_replace", "_run_exitfuncs", "_shutdown"}
+PYTHONS = {"_current_frames", "_exit", "_fields", "_getframe", "_registry", "_replace", "_run_exitfuncs", "_shutdown"}
 
 
 def is_private(name):

@@ -133,14 +133,6 @@ def largest_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), math.inf))
 
 
-def current_stream_address(device: torch.device) -> int:
-    """The calling thread's stream on a GPU, as a number that `torch.cuda.ExternalStream` takes.
-
-    Without it: the hook of each gradient would make an object for its stream, which takes longer than all it does.
-    """
-    return int(torch._C._cuda_getCurrentRawStream(device.index or 0))
-
-
 def hooks_of_gradient(tensor: torch.Tensor) -> Collection[Any]:
     """What was given to `register_post_accumulate_grad_hook`.
 
@@ -263,9 +255,12 @@ def stream_of_thread(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def raw_stream_of_thread(device: torch.device) -> int:
-    """The same stream, as CUDA's driver knows it."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
+def current_stream_address(device: torch.device) -> int:
+    """The calling thread's stream on a GPU, as a number that `torch.cuda.ExternalStream` and CUDA's driver take.
+
+    Without it: the hook of each gradient would make an object for its stream, which takes longer than all it does.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(device.index or 0))
 
 
 # ── every operation ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from microparallel.torch_private import raw_stream_of_thread, stream_of_thread
+from microparallel.torch_private import current_stream_address, stream_of_thread
 from microparallel.transport.cuda import driver
 
 _MOST = 64  # in one call
@@ -54,7 +54,7 @@ class StreamMarks:
         """Put all of it at the end of the stream that this thread uses now."""
         count, self._count = self._count, 0
         if count:
-            driver.put_marks(raw_stream_of_thread(self._device), count, self._address)
+            driver.put_marks(current_stream_address(self._device), count, self._address)
 
 
 class StreamPoint:
