@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import command_line
 import consoles
 import figures
+import in_browser
 import plots
 import public_names
 import sources
 from pages import CONSOLES, Block, blocks_of
 
-OURS = ("draw", "step", "include", "output", "plot", "bits", *CONSOLES)
+OURS = ("draw", "step", "include", "output", "plot", "bits", "playground", "puzzles", *CONSOLES)
 
 
 def on_config(config: Any) -> Any:
@@ -50,6 +51,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return public_names.with_docstrings(markdown)
 
 
+def on_post_build(config: Any, **_: Any) -> None:
+    """Put what the playground runs beside the pages."""
+    in_browser.add_parts(Path(config.site_dir))
+
+
 def _shown(file: Path) -> Path:
     return file.relative_to(sources.ROOT) if file.is_relative_to(sources.ROOT) else file
 
@@ -58,6 +64,8 @@ def made(block: Block) -> str:
     """The HTML of one of our fences."""
     if block.kind in ("draw", "step"):
         return figures.figures(block.text, stepped=block.kind == "step")
+    if block.kind in ("playground", "puzzles"):
+        return in_browser.place(block.kind, block.text)
     if block.kind == "include":
         return sources.included(block.text)
     if block.kind in ("plot", "bits"):
