@@ -100,9 +100,7 @@ def _bound_of_messages(level: Level, goal: Collective) -> tuple[float, str]:
     )
     share = (ranks - 1) / ranks * costs.seconds_per_byte * (2 if goal.kind == "all-reduce" else 1)
     if goal.kind == "all-reduce":
-        words = (
-            f"of each slice, {ranks - 1} parts have to be added and {ranks - 1} ranks told, by {ranks} at once"
-        )
+        words = f"of each slice, {ranks - 1} parts have to be added and {ranks - 1} ranks told, by {ranks} at once"
     else:
         words = f"a rank has to receive {ranks - 1} slices, or what they are sums of"
     return (share, words) if share > time else (time, latency)

@@ -22,7 +22,7 @@ from microparallel.playground.board import NEXT, Board, Refused, measure
 from microparallel.playground.bounds import bound_of
 from microparallel.playground.levels import Level, all_levels
 from microparallel.playground.searching import search_list, search_pipeline, small_collectives, too_few_hops
-from microparallel.program import Collective, Free, Op, Program, Recv, Send, TrainingStep, halves
+from microparallel.program import Collective, Free, Op, Part, Program, Recv, Send, TrainingStep, halves
 from microparallel.simulator import simulate
 
 FILE = Path(__file__).parent / "levels" / "solved.json"
@@ -95,7 +95,8 @@ def _built(level: Level) -> Iterator[tuple[str, Program]]:
     if isinstance(goal, Collective):
         for name in (*collectives.ALL_REDUCES, *collectives.OTHERS):
             program = collectives.build(name, level.ranks)
-            if program.goal == goal:
+            apart = any(isinstance(getattr(op, "value", None), Part) for ops in program.ranks for op in ops)
+            if program.goal == goal and not apart:  # in a puzzle, nothing is kept apart to be added later
                 yield name, program
         return
     if level.kind == "pipeline":
