@@ -22,7 +22,7 @@ import public_names
 import sources
 from pages import CONSOLES, Block, blocks_of
 
-OURS = ("draw", "step", "include", "output", "plot", "bits", "playground", "puzzles", *CONSOLES)
+OURS = ("draw", "step", "include", "output", "plot", "bits", "playground", *CONSOLES)
 
 
 def on_config(config: Any) -> Any:
@@ -47,6 +47,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             except ValueError as error:
                 raise PluginError(f"{_shown(file)}:{block.line}: {error}") from error
     markdown = markdown.replace("<!-- command line -->", command_line.reference())
+    markdown = markdown.replace("<!-- puzzles -->", in_browser.puzzles())
     markdown = markdown.replace("<!-- errors -->", public_names.tree_of_errors())
     return public_names.with_docstrings(markdown)
 
@@ -64,8 +65,8 @@ def made(block: Block) -> str:
     """The HTML of one of our fences."""
     if block.kind in ("draw", "step"):
         return figures.figures(block.text, stepped=block.kind == "step")
-    if block.kind in ("playground", "puzzles"):
-        return in_browser.place(block.kind, block.text)
+    if block.kind == "playground":
+        return in_browser.playground(block.text)
     if block.kind == "include":
         return sources.included(block.text)
     if block.kind in ("plot", "bits"):

@@ -29,6 +29,7 @@ sys.path.append(str(HERE))
 
 import figures
 
+from microparallel.playground import all_levels
 from microparallel.playground.starts import starts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,14 +117,16 @@ def _copy_module(package: str, modules: Path, folder: Path, copied: dict[str, st
     return copied[package]
 
 
-def place(kind: str, text: str) -> str:
-    """The HTML in which a page shows the playground or the puzzles; in a lesson, a figure until it is opened.
+def _lacks() -> str:
+    return f' data-missing="{html.escape(missing(), quote=True)}"' if missing() else ""
+
+
+def playground(text: str) -> str:
+    """The HTML in which a page shows the playground; in a lesson, a figure until it is opened.
 
     A lesson's line is that of a `draw` fence, `1f1b --ranks 4 --microbatches 8`: a builder of the playground's list.
     """
-    lacks = f' data-missing="{html.escape(missing(), quote=True)}"' if missing() else ""
-    if kind == "puzzles":
-        return f'<div class="puzzles"{lacks}></div>'
+    lacks = _lacks()
     if not text.strip():
         return f'<div class="playground" data-kind="page"{lacks}></div>'
     start = html.escape(json.dumps(_start(text)), quote=True)
@@ -131,6 +134,12 @@ def place(kind: str, text: str) -> str:
     press = '<p class="pg-until"><button type="button" class="pg-button pg-open">Change it here</button></p>'
     about = f'data-kind="panel" data-start="{start}" data-search-exclude{lacks}'
     return f'<div class="playground" {about}>{figure}{press}</div>'
+
+
+def puzzles() -> str:
+    """The place of the puzzles, as Markdown; until Python is there, it has a list of them, to which links can lead."""
+    items = "\n".join(f"1. {one.title}\n    {{: #{one.id} }}" for one in all_levels().values())
+    return f'<div class="puzzles"{_lacks()} markdown>\n\n{items}\n{{: .pg-until }}\n\n</div>'
 
 
 def _start(text: str) -> dict[str, Any]:

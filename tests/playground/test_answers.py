@@ -103,11 +103,13 @@ def test_what_would_take_too_long_is_refused_by_its_size(text):
 
 def test_what_a_text_contains_is_escaped_wherever_it_is_drawn():
     name = '<img src=x onerror="alert(1)">'
-    text = f"program {name}\ngoal: training step of 1 stage, 1 micro-batch\nrank 0: F0.0 B0.0 ?forward/0/%3Cscript%3E\n"
+    text = f"program {name}\ngoal: training step of 1 stage, 1 micro-batch\nrank 0: F0.0 B0.0\n"
     seen = look(text)
     assert seen["figure"]
     assert "<img" not in seen["figure"]
-    assert "<script" not in seen["figure"]
+    observed = look(text.replace("B0.0", "B0.0 ?forward/0/%3Cscript%3E"))
+    assert "only observed" in observed["problem"]
+    assert "<script" not in observed["figure"]
 
 
 @pytest.mark.parametrize("form", ["text", "svg", "chrome"])

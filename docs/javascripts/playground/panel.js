@@ -38,7 +38,6 @@ export async function show(place, root) {
   }
   const page = new Page(place, root, ask, builders, state, whole);
   status.remove();
-  place.querySelector(".pg-until")?.remove();
   place.append(page.element);
   ask.watch((now) => page.say(now === "loading" ? "Python is starting again …" : trouble));
   trouble = "";
@@ -54,7 +53,7 @@ class Page {
     this.message = make("p", { class: "pg-status", role: "status" });
     this.columns = make("div", { class: "pg-sides" });
     this.sliders = make("div", { class: "pg-sliders" });
-    const open = make("details", { class: "pg-costs" },
+    const open = make("details", { class: "pg-costs", open: whole && innerWidth >= 1000 },
       make("summary", {}, "What things cost"), this.sliders,
       button("The usual costs", () => { this.costs = {}; this.paintCosts(); this.lookAll(); }));
     this.other = button("Compare with another program", () => this.toggle(), { "aria-pressed": "false" });

@@ -65,10 +65,11 @@ def look(text: str, costs: Mapping[str, Any]) -> dict[str, Any]:
     answer["costs"] = {name: getattr(usual, name) for name in (*_PER_STAGE, *_OF_MESSAGES)}
     try:
         trace = simulate(program, costs_of(program, costs))
-    except UsageError as error:  # it does not come to its end: `verify` has said so; or a cost cannot be
+        figure = panel(trace, memory=_has_memory(trace))
+    except UsageError as error:  # no end, or only observed, as `verify` has said; or a wrong cost
         return answer | ({} if problem else {"problem": str(error)})
     return answer | {
-        "figure": panel(trace, memory=_has_memory(trace)),
+        "figure": figure,
         "numbers": numbers_of(trace),
         "waits": waits_of(trace),
         "hops": hops_of(program) if not problem else None,
