@@ -106,6 +106,7 @@ class Visitor(reporting["Browser"]):
 
     def open(self, path, width=1280, height=900, touch=False, dark=False):
         self.complaints.clear()
+        self.asked.clear()
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         self.call("Emulation.setTouchEmulationEnabled", enabled=touch)

@@ -61,7 +61,7 @@ def test_npm_that_fails_is_told_in_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line", ["1f1bb --ranks 4", "1f1b --layers 4"])
 def test_a_start_that_is_none_ends_the_build(line):
-    with pytest.raises(ValueError, match="1f1b|playground"):
+    with pytest.raises(ValueError, match=r"1f1bb|does not start"):
         in_browser.playground(line)
 
 
