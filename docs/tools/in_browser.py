@@ -139,7 +139,8 @@ def playground(text: str) -> str:
 def puzzles() -> str:
     """The place of the puzzles, as Markdown; until Python is there, it has a list of them, to which links can lead."""
     items = "\n".join(f"1. {one.title}\n    {{: #{one.id} }}" for one in all_levels().values())
-    return f'<div class="puzzles"{_lacks()} markdown>\n\n{items}\n{{: .pg-until }}\n\n</div>'
+    listed = f'<div class="pg-until" markdown>\n\n{items}\n\n</div>'
+    return f'<div class="puzzles"{_lacks()} markdown>\n{listed}\n</div>'
 
 
 def _start(text: str) -> dict[str, Any]:

@@ -93,12 +93,12 @@ class Game {
     this.busy = true;
     this.mode.before = null;
     try {
-      const { board, refused } = await this.ask.ask({ ask: "move", level: this.name, moves: this.board.moves, move: text });
+      const { board, refused, words } = await this.ask.ask({ ask: "move", level: this.name, moves: this.board.moves, move: text });
       if (refused !== undefined) { this.say(refused, "refused"); return; }
       this.board = board;
       this.mode.slices = null;
       if (board.score) this.progress.note(this.name, board);
-      this.paint(board.score ? "Solved." : `${text.replace(/^0:|@dp/g, "")}: placed.`, board.score ? "solved" : "");
+      this.paint(board.score ? "Solved." : words, board.score ? "solved" : "");
       this.refocus(focus);
     } catch (error) { this.say(error.message, "refused"); } finally { this.busy = false; }
   }
@@ -136,7 +136,7 @@ class Game {
     const index = this.order.indexOf(this.name);
     const board = level.kind === "messages" ? this.messages() : this.lists();
     board.addEventListener("keydown", (event) => this.key(event));
-    const second = level.measure ? `, ${this.board.second || 0} ${level.measure}` : "";
+    const second = level.measure ? `; ${level.measure}: ${this.board.second || 0}` : "";
     this.element.replaceChildren(
       make("div", { class: "pg-row" }, button("‹ All puzzles", () => { location.hash = ""; }),
         make("span", { class: "pg-quiet" }, `${level.set}, ${index + 1} of ${this.order.length}`)),
@@ -160,7 +160,7 @@ class Game {
   }
 
   aims(level) {
-    return level.stars === 3 ? `Stars: one for solving it, one for the shortest time that is known, one for as few ${level.measure} as in that solution.`
+    return level.stars === 3 ? `Stars: one for solving it, one for the shortest time that is known, one for as little as in that solution of this: ${level.measure}.`
       : "Stars: one for solving it, one for the shortest time that is known.";
   }
 

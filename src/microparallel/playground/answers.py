@@ -76,7 +76,8 @@ def _move(asked: Question) -> dict[str, Any]:
     """A move, judged: the board after it, or why it cannot be made."""
     board = Board(level_named(asked["level"]), asked.get("moves", []))  # the page has had each of them judged
     try:
-        return {"board": showing.shown(board.after(asked["move"]))}
+        after = board.after(asked["move"])
+        return {"board": showing.shown(after), "words": showing.done(after)}
     except Refused as error:
         return {"refused": str(error)}
 

@@ -41,6 +41,7 @@ from microparallel.program import (
     Program,
     Recv,
     Rest,
+    Rules,
     Send,
     Shard,
     Slices,
@@ -225,13 +226,22 @@ class Board:
         except ProgramError as error:
             raise Refused(str(error).partition("\n")[0]) from None
         if level.kind == "messages" and self.holdings() == before.holdings():
-            _, receiver, _, value = Move(self.moves[-1]).sending or (0, 0, False, "")
-            raise Refused(f"this changes nothing: rank {receiver} would hold in {value} what it holds now")
+            raise Refused(self._in_vain(before))
         most = level.limits.get("memory")
         if most is not None and (peak := self.peak_memory()) > most:
             raise Refused(
                 f"a rank would hold {short(peak)} bytes at once, and {short(most)} are allowed; free some first"
             )
+
+    def _in_vain(self, before: Board) -> str:
+        """Why a message changes nothing: often, what it is to carry has arrived in this very hop."""
+        sender, receiver, _, value = Move(self.moves[-1]).sending or (0, 0, False, "C0")
+        slices = parse_value(value)
+        assert isinstance(slices, Slices)
+        begun = Board(self.level, self.moves[: len(self.moves) - len(self.hops[-1])]).holdings()[sender]
+        if any(begun[index] != before.holdings()[sender][index] for index in slices.slices):
+            return f"rank {sender} has {value} only when this hop has ended: begin the next hop, then send it"
+        return f"this changes nothing: rank {receiver} would hold in {value} what it holds now"
 
     def _lacking(self, error: Missing) -> str:
         """What an operation lacks, in words; of replicas, as rank 0 has it."""
@@ -239,10 +249,11 @@ class Board:
         if self.level.kind == "replicas":
             back = -error.rank * self.level.per_rank
             op, value = of_replica(op, back), _shifted(value, back)
-        freed = "has freed it" in str(error)
-        hint = str(error).partition("\n")[0].partition("; ")[2]
-        state = "has been freed" if freed else "is not there yet"
-        return f"{op} needs {value}, {meaning(value)}, which {state}{f'; {hint}' if hint else ''}"
+        state = "has been freed" if "has freed it" in str(error) else "is not there yet"
+        everything = [one for tray in self.level.trays for one in tray]
+        makers = [one for one in everything if value in Rules(self.level.goal, everything).makes(one)]
+        hint = f"; {makers[0]} makes it" if makers else ""
+        return f"{op} needs {value}, {meaning(value, self.level.kind)}, which {state}{hint}"
 
     def peak_memory(self) -> float:
         """The most bytes that a rank has held up to here.
@@ -305,10 +316,10 @@ def measure(trace: Trace, name: str) -> float:
     return max(trace.peak_memory) if name == "memory" else max(trace.bytes_sent)
 
 
-def meaning(value: Value) -> str:
-    """What a value is, for people."""
+def meaning(value: Value, kind: str = "pipeline") -> str:
+    """What a value is, for people; replicas have layers, and their own micro-batches."""
     stage, microbatch = getattr(value, "stage", 0), getattr(value, "microbatch", 0)
-    of = f"of stage {stage} for micro-batch {microbatch}"
+    of = f"of stage {stage} for micro-batch {microbatch}" if kind == "pipeline" else f"of layer {stage}"
     match value:
         case Act():
             return f"the output {of}"

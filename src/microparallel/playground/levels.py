@@ -62,7 +62,7 @@ SETS = {
 MEASURES = {
     "activations": "activations held at once",
     "memory": "bytes held at once",
-    "bytes": "bytes sent by a rank",
+    "bytes": "sent by the rank that sends most, in whole tensors",
 }
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from microparallel.errors import ProgramError, UsageError
+from microparallel.playground.starts import completed_or_same
 from microparallel.program import Add, Collective, Op, Program, Recv, Send, Slices, from_text, halves, parse_op
 from microparallel.program.rules import written
-from microparallel.schedules import complete
 from microparallel.text import count
 from microparallel.verifier import Deadlock, Miscounted, Missing, Unmatched, Unreached
 
@@ -128,7 +128,7 @@ def _is_operation(word: str) -> bool:
 
 
 def _found(error: Exception, where: Written, program: Program) -> Iterator[Mark]:
-    completed = complete(program)
+    completed = completed_or_same(program)
     if isinstance(error, Missing):
         yield _at(where, program, completed, error.rank, error.place)
     elif isinstance(error, Deadlock):

@@ -290,7 +290,7 @@ def known_of(level: Level, known: dict[str, Any]) -> list[str]:
     second = MEASURES.get(level.second, "")
 
     def both(one: dict[str, Any]) -> str:
-        beside = f", {short(one['second'])} {second}" if second else ""
+        beside = f", {second}: {short(one['second'])}" if second else ""
         return f"time {short(one['makespan'])}{beside}"
 
     if known["par"] is not None:
@@ -322,9 +322,8 @@ def hint(board: Board) -> dict[str, Any]:
         return {"words": level.hint, "move": best["moves"][0] if best and board.moves else None}
     following = _following(board, Board(level, best["moves"]))
     if following is None:
-        return {
-            "words": f"{level.hint} What stands here differs from the solution that is known; {_where(board, best)}."
-        }
+        another = "So far, this is another way than the solution that is known."
+        return {"words": f"{level.hint} ({another} {_where(board, best)})"}
     return {"words": f"Next, in the solution that is known: {_move_words(level, following)}.", "move": following}
 
 
@@ -364,8 +363,21 @@ def _where(board: Board, best: dict[str, Any]) -> str:
         for at, (one, two) in enumerate(zip(mine, other, strict=False)):
             if one != two:
                 who = f"on rank {which}, " if board.level.kind == "pipeline" else ""
-                return f"{who}number {at + 1} is {one}, and there it is {two}. Another order may be as good"
-    return "undo some moves to come back to it"
+                where = f"{who}number {at + 1} is {one}, and there it is {two}"
+                return f"It may be as good; if you are stuck: {where}."
+    return "It may be as good; if you are stuck, undo some moves."
+
+
+def done(board: Board) -> str:
+    """What the last move did, in words."""
+    level, move = board.level, board.moves[-1]
+    if move == NEXT:
+        return f"Hop {len(board.hops)} begins: what arrived can be sent now."
+    if level.kind == "messages":
+        return f"R{_said(move)[1:]}."
+    which, _, word = move.partition(":")
+    where = f" on rank {which.partition('@')[0]}" if level.kind == "pipeline" else ""
+    return f"Taken away{where}." if word == "-" else f"{word} is placed{where}."
 
 
 def _move_words(level: Level, move: str) -> str:

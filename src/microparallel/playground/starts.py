@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from microparallel import collectives, schedules
-from microparallel.errors import UsageError
+from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Free, Program, Recv, Send, TrainingStep, to_text
 from microparallel.schedules import complete
 
@@ -71,7 +71,15 @@ def without_messages(program: Program) -> Program:
     return replace(program, ranks=ranks)
 
 
+def completed_or_same(program: Program) -> Program:
+    """A program with the messages that are added for it; as it is, if it names what is not there (`verify` says so)."""
+    try:
+        return complete(program) if isinstance(program.goal, TrainingStep) else program
+    except ProgramError:
+        return program
+
+
 def with_messages(program: Program) -> str | None:
     """The text of a schedule with what is added for it; None if nothing is."""
-    completed = complete(program) if isinstance(program.goal, TrainingStep) else program
+    completed = completed_or_same(program)
     return None if completed is program else to_text(completed)
