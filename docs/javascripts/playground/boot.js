@@ -30,6 +30,7 @@
     if (place.dataset.missing) return say(place, place.dataset.missing);
     const name = place.classList.contains("puzzles") ? "puzzles.js" : "panel.js";
     try {
+      import(new URL("javascripts/playground/python.js", root).href).then(({ python }) => python(), () => {}); // the slowest part first
       const { show } = await import(new URL(`javascripts/playground/${name}`, root).href);
       await show(place, root);
     } catch (error) {

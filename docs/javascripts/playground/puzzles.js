@@ -110,7 +110,7 @@ class Game {
 
   say(words, kind = "") {
     this.words.className = `pz-said ${kind ? `is-${kind}` : ""}`;
-    this.words.textContent = words;
+    this.words.textContent = words || "Choose what comes next.";
     this.place.dataset.said = words;
   }
 
@@ -144,8 +144,8 @@ class Game {
       make("p", {}, level.story),
       make("ul", { class: "pz-rules" }, ...level.rules.map((rule) => make("li", {}, rule)), make("li", {}, this.aims(level)),
         make("li", {}, "Lesson: ", make("a", { href: new URL(`${level.lesson}.html`, this.root).href }, "what is behind it"), ".")),
-      board,
       this.words,
+      board,
       make("p", { class: "pz-stands" }, `Time ${this.board.makespan || 0}${second}. `
         + (this.board.score ? "Solved." : this.standing(level))),
       make("div", { class: "pg-row" },
@@ -237,8 +237,8 @@ class Game {
     const step = Math.max(1, Math.ceil(end / 12));
     const axis = make("div", { class: "pz-axis", "aria-hidden": "true" },
       ...Array.from({ length: Math.floor(end / step) + 1 }, (_, index) => make("span", { style: `left:${index * step / end * 100}%` }, String(index * step))));
-    const order = ordered ? make("ol", { class: "pz-order", "aria-label": `the list of ${row.name}` },
-      ...row.placed.map((one) => make("li", {}, this.placed(one, which, row)))) : null;
+    const order = ordered ? make("div", {}, make("p", { class: "pg-quiet pz-label" }, "the list, in order"), make("ol", { class: "pz-order", "aria-label": `the list of ${row.name}` },
+      ...row.placed.map((one) => make("li", {}, this.placed(one, which, row))))) : null;
     const before = this.mode.before;
     const target = before !== null && before.which === which;
     const tray = make("div", { class: "pz-chips", role: "group", "aria-label": `to place on ${row.name}` },
@@ -248,7 +248,7 @@ class Game {
       button("Take it away", () => this.move(`${which}@${before.at}:-`)), " ", button("Never mind", () => { this.mode.before = null; this.paint(""); })) : null;
     return make("section", { class: "pz-row", "aria-label": row.name }, make("p", { class: "pz-name" }, row.name),
       make("div", { class: "pz-scroll", tabindex: row.placed.length ? null : "-1" }, make("div", { style: `width:${width}` }, ...strips, axis)), order, note,
-      row.left.length ? tray : make("p", { class: "pg-quiet" }, "all placed"));
+      make("p", { class: "pg-quiet pz-label" }, row.left.length ? "to place" : "all placed"), row.left.length ? tray : null);
   }
 
   /** An operation that is placed: choosing it lets one place another before it, or take it away. */

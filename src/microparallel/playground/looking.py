@@ -13,7 +13,7 @@ from microparallel.drawing.heading import title_of
 from microparallel.drawing.html import panel, steps_of
 from microparallel.errors import UsageError
 from microparallel.playground.reading import finite, marks_of, read
-from microparallel.playground.starts import with_messages
+from microparallel.playground.starts import completed_or_same
 from microparallel.program import Collective, Program, TrainingStep, to_text
 from microparallel.simulator import Costs, simulate
 from microparallel.simulator.costs import default_costs
@@ -52,19 +52,20 @@ def look(text: str, costs: Mapping[str, Any]) -> dict[str, Any]:
     program: Program | None = None
     try:
         program = read(text)
-        verify(program)
+        whole = completed_or_same(program)  # once: to complete a program takes as long as to verify it
+        verify(whole)
         problem, marks = "", []
     except UsageError as error:
         problem, marks = str(error), [[mark.start, mark.end] for mark in marks_of(error, text, program)]
     answer: dict[str, Any] = {"problem": problem, "marks": marks, "title": "", "figure": "", "numbers": []}
     if program is None:
         return answer
-    answer |= {"title": title_of(program), "completed": with_messages(program) is not None}
+    answer |= {"title": title_of(program), "completed": whole is not program}
     answer["kind"] = "collective" if isinstance(program.goal, Collective) else "training"
     usual = default_costs(program)
     answer["costs"] = {name: getattr(usual, name) for name in (*_PER_STAGE, *_OF_MESSAGES)}
     try:
-        trace = simulate(program, costs_of(program, costs))
+        trace = simulate(whole, costs_of(program, costs))
         figure = panel(trace, memory=_has_memory(trace))
     except UsageError as error:  # no end, or only observed, as `verify` has said; or a wrong cost
         return answer | ({} if problem else {"problem": str(error)})
