@@ -58,7 +58,16 @@ def fetch() -> str:
     FETCHED.mkdir(parents=True, exist_ok=True)
     for file in ("package.json", "package-lock.json", ".npmrc"):
         shutil.copyfile(NPM / file, FETCHED / file)
-    command = ["npm", "ci", "--ignore-scripts", "--no-fund", "--no-audit", "--fetch-retries=1", "--loglevel=error"]
+    command = [
+        "npm",
+        "ci",
+        "--ignore-scripts",
+        "--no-fund",
+        "--no-audit",
+        "--fetch-retries=1",
+        "--fetch-timeout=60000",
+        "--loglevel=error",
+    ]
     try:
         done = subprocess.run(command, cwd=FETCHED, capture_output=True, text=True, timeout=_TIME, check=False)
     except subprocess.TimeoutExpired:

@@ -302,6 +302,38 @@ def test_a_puzzle_is_solved_with_the_keyboard_alone(visitor):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+def test_an_operation_is_dragged_to_its_place_and_taken_away(visitor):
+    visitor.open(f"{PUZZLES}#two-micro-batches")
+    visitor.until("document.querySelector('.puzzles')?.dataset.level === 'two-micro-batches'")
+
+    def drag(move, x):
+        """From the tray to the first list, to this share of its width."""
+        spots = f"""[document.querySelector('[data-move="{move}"]'), document.querySelector('.pz-strip')]
+            .map((one) => one.getBoundingClientRect()).map((box) => [box.x, box.y, box.width, box.height])"""
+        visitor.value("document.querySelector('.pz-board').scrollIntoView({ block: 'center' })")
+        (fx, fy, fw, fh), (tx, ty, tw, th) = visitor.value(spots)
+        start, end = (fx + fw / 2, fy + fh / 2), (tx + tw * x, ty + th / 2)
+        count = visitor.value("document.querySelector('.puzzles').dataset.moves")
+        visitor.mouse("Pressed", *start, button="left", clickCount=1)
+        visitor.mouse("Moved", *((a + b) / 2 for a, b in zip(start, end, strict=True)), button="left", buttons=1)
+        visitor.mouse("Moved", *end, button="left", buttons=1)
+        visitor.mouse("Released", *end, button="left", clickCount=1)
+        visitor.until(f"document.querySelector('.puzzles').dataset.moves !== {count!r}")
+        return visitor.value("[...document.querySelectorAll('.pz-strip')][0].textContent")
+
+    assert drag("0:F0.1", 0.5) == "F0.1"
+    assert drag("0:F0.0", 0.02) == "F0.0F0.1"  # before what stands there
+    visitor.value("document.querySelectorAll('.pz-strip [data-at]')[1].focus()")
+    visitor.key("Delete", number=46)
+    visitor.until("document.querySelector('.puzzles').dataset.moves === '3'")
+    assert visitor.value("[...document.querySelectorAll('.pz-strip')][0].textContent") == "F0.0"
+    visitor.key("z", "KeyZ", 90, modifiers=2)
+    visitor.until("document.querySelector('.puzzles').dataset.moves === '2'")
+    assert visitor.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_the_editor_and_the_drawing_need_no_mouse_and_every_control_has_a_name(visitor):
     visitor.open(PAGE)
     looked(visitor)

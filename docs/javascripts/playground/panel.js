@@ -236,7 +236,7 @@ class Side {
     this.editor.underline(seen.marks, seen.problem.split("\n")[0]);
     this.messages.hidden = !seen.completed;
     if (seen.title === "" || seen.figure === "") { // no program, or none that comes to its end: the drawing is of the last that did
-      this.figure.classList.toggle("is-old", this.figure.childElementCount > 0);
+      for (const part of [this.figure, this.table, this.hops]) part.classList.toggle("is-old", part.childElementCount > 0);
       return;
     }
     if (seen.kind !== this.kind || this.usual === undefined) {
@@ -244,7 +244,7 @@ class Side {
       this.usual = seen.costs;
       if (this.index === 0) this.page.paintCosts();
     }
-    this.figure.classList.remove("is-old");
+    for (const part of [this.figure, this.table, this.hops]) part.classList.remove("is-old");
     const scrolled = this.figure.querySelector(".scroll")?.scrollLeft ?? 0;
     this.figure.replaceChildren(...timeline(seen.figure));
     const scroll = this.figure.querySelector(".scroll");

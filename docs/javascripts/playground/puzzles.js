@@ -29,7 +29,7 @@ class Game {
   }
 
   async follow() {
-    const name = decodeURIComponent(location.hash.slice(1));
+    const name = location.hash.slice(1); // ids of levels have letters and hyphens alone
     if (this.order.includes(name)) await this.open(name);
     else this.overview();
   }
@@ -191,7 +191,7 @@ class Game {
 
   key(event) {
     if ((event.ctrlKey || event.metaKey) && event.key === "z") { event.preventDefault(); this.undo(); return; }
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.localName !== "button") return;
     if (event.key === "u") this.undo();
     else if (event.key === "h") this.hint();
     else if (event.key.startsWith("Arrow")) this.walk(event);

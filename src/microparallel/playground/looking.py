@@ -92,8 +92,8 @@ def _has_memory(trace: Trace) -> bool:
 def numbers_of(trace: Trace) -> list[list[Any]]:
     """What is measured, for people: name, words, number (for comparing two programs; less is better)."""
     rows: list[list[Any]] = [["makespan", short(trace.makespan), finite(trace.makespan)]]
-    rows.append(["bubble", show_percent(trace.bubble_fraction), finite(trace.bubble_fraction)])
     if isinstance(trace.followed.goal, TrainingStep):
+        rows.append(["bubble", show_percent(trace.bubble_fraction), finite(trace.bubble_fraction)])
         peaks = trace.peak_activations
         rows.append(["peak activations", _each(peaks), max(peaks)])
         memory = trace.peak_memory
