@@ -13,6 +13,7 @@ from microparallel.playground import Move, all_levels, answer, showing
 from microparallel.playground.levels import solved
 from microparallel.program import to_text
 
+pytestmark = pytest.mark.timeout(240)  # the first of these tests builds the site
 LEVELS = all_levels()
 PAGE, PUZZLES = "site/playground/index.html", "site/playground/puzzles.html"
 HEAD = "program mine\ngoal: training step of 2 stages, 1 micro-batch\n"

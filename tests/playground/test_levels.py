@@ -8,6 +8,7 @@ import pytest
 
 import microparallel as mp
 from microparallel.playground import Board, Refused, all_levels, showing, solving
+from microparallel.playground.hints import hint
 from microparallel.playground.levels import SETS, solved
 from microparallel.program import TrainingStep, to_text
 
@@ -62,7 +63,7 @@ def test_hints_lead_from_the_first_move_to_the_last(name):
     for _ in range(60):
         if not board.missing():
             break
-        board = board.after(showing.hint(board)["move"])
+        board = board.after(hint(board)["move"])
     assert board.score(solved()[name]["best"]).stars == showing.most_stars(LEVELS[name])
 
 

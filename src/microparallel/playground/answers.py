@@ -9,6 +9,7 @@ from typing import Any
 from microparallel.errors import UsageError
 from microparallel.playground import showing
 from microparallel.playground.board import Board, Refused
+from microparallel.playground.hints import hint
 from microparallel.playground.levels import level_named
 from microparallel.playground.looking import file_of, look
 from microparallel.playground.reading import read
@@ -83,7 +84,7 @@ def _move(asked: Question) -> dict[str, Any]:
 
 
 def _hint(asked: Question) -> dict[str, Any]:
-    return showing.hint(_board(asked))
+    return hint(_board(asked))
 
 
 _ANSWERS: dict[str, Callable[[Question], Any]] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 from microparallel.drawing.kinds import KINDS, kind_of, shaded
 from microparallel.errors import ProgramError
-from microparallel.playground.board import NEXT, Board, Move, Refused, Score, measure
-from microparallel.playground.levels import MEASURES, SETS, Level, all_levels, level_named, solved
+from microparallel.playground.board import NEXT, Board, Move, Score, measure
+from microparallel.playground.levels import MEASURES, SETS, Level, all_levels, solved
 from microparallel.playground.looking import how_to_run
 from microparallel.program import Collective, Op, Program, TrainingStep, halves, lane, to_text
 from microparallel.program.symbols import promised, whole
@@ -309,63 +309,7 @@ def known_of(level: Level, known: dict[str, Any]) -> list[str]:
     return said
 
 
-# ── hints ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def hint(board: Board) -> dict[str, Any]:
-    """What to do next: a move of the stored solution, as long as the board is a beginning of it; else a word."""
-    level = board.level
-    best = solved().get(level.id, {}).get("best")
-    if not board.missing():
-        return {"words": "This is solved. Can it be done in less?" if board.moves else level.hint}
-    if best is None or not board.moves:
-        return {"words": level.hint, "move": best["moves"][0] if best and board.moves else None}
-    following = _following(board, Board(level, best["moves"]))
-    if following is None:
-        another = "So far, this is another way than the solution that is known."
-        return {"words": f"{level.hint} ({another} {_where(board, best)})"}
-    return {"words": f"Next, in the solution that is known: {_move_words(level, following)}.", "move": following}
-
-
-def _following(board: Board, best: Board) -> str | None:
-    """The next move of a solution of which the board is a beginning."""
-    if board.level.kind == "messages":
-        done = [set(hop) for hop in board.hops]
-        for number, hop in enumerate(best.hops):
-            if number >= len(done):
-                return NEXT
-            if number < len(done) - 1 and done[number] != set(hop):
-                return None
-            if number == len(done) - 1:
-                if done[number] - set(hop):
-                    return None
-                left = [move for move in hop if move not in done[number]]
-                return left[0] if left else NEXT
-        return None
-    if any(mine != right[: len(mine)] for mine, right in zip(board.lists, best.lists, strict=True)):
-        return None
-    lengths = [len(mine) for mine in board.lists]
-    for which, right in enumerate(best.lists):
-        if lengths[which] < len(right):
-            move = f"{which}:{right[lengths[which]]}"
-            try:
-                board.after(move)
-            except Refused:
-                continue
-            return move
-    return None
-
-
-def _where(board: Board, best: dict[str, Any]) -> str:
-    """The first place in which a board differs from the solution that is known."""
-    right = Board(board.level, best["moves"])
-    for which, (mine, other) in enumerate(zip(board.lists, right.lists, strict=True)):
-        for at, (one, two) in enumerate(zip(mine, other, strict=False)):
-            if one != two:
-                who = f"on rank {which}, " if board.level.kind == "pipeline" else ""
-                where = f"{who}number {at + 1} is {one}, and there it is {two}"
-                return f"It may be as good; if you are stuck: {where}."
-    return "It may be as good; if you are stuck, undo some moves."
+# ── moves in words ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def done(board: Board) -> str:
@@ -380,15 +324,11 @@ def done(board: Board) -> str:
     return f"Taken away{where}." if word == "-" else f"{word} is placed{where}."
 
 
-def _move_words(level: Level, move: str) -> str:
+def move_words(level: Level, move: str) -> str:
+    """A move that could be made, in words."""
     if move == NEXT:
         return "begin the next hop"
     if level.kind == "messages":
         return _said(move)
     which, _, word = move.partition(":")
     return f"{word} on rank {which}" if level.kind == "pipeline" else word
-
-
-def level_page(name: str) -> dict[str, Any]:
-    """A level before its first move."""
-    return shown(Board(level_named(name)))
