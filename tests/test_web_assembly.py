@@ -2,45 +2,25 @@
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import in_browser
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PYODIDE = "pyodide@314.0.7"  # CPython 3.14 for WebAssembly, with its standard library
 
 
 @pytest.fixture
-def pyodide(pytestconfig):
-    """The folder of pyodide, which npm fetches once into pytest's cache."""
-    if not (shutil.which("node") and shutil.which("npm")):
-        pytest.skip("no node and npm to run WebAssembly with; `apt-get install nodejs npm` enables this test")
-    folder = Path(os.path.relpath(pytestconfig.cache.mkdir(PYODIDE), ROOT))
-    packages = ROOT / folder / "node_modules"
-    if not (packages / ".package-lock.json").exists():  # npm writes this file last
-        fetch(folder)
-    return packages / "pyodide"
-
-
-def fetch(folder):
-    """Let npm install pyodide, or skip the test with the command that would."""
-    command = ["npm", "install", "--no-save", "--ignore-scripts", "--engine-strict", "--prefix", str(folder), PYODIDE]
-    quick_to_give_up = {**os.environ, "npm_config_fetch_retries": "1"}
-    try:
-        subprocess.run(command, cwd=ROOT, env=quick_to_give_up, timeout=120, capture_output=True, check=True)
-    except subprocess.SubprocessError as error:
-        pytest.skip(f"npm could not install {PYODIDE} ({reason(error)}); `{shlex.join(command)}` enables this test")
-
-
-def reason(error):
-    """Why npm failed, in a few words: its error's code, or how long it was waited for."""
-    lines = (error.stderr or b"").decode(errors="replace").splitlines()
-    codes = (line.removeprefix("npm error ") for line in lines if line.startswith("npm error code"))
-    return next(codes, str(error).rpartition("' ")[2])
+def pyodide():
+    """The folder of pyodide: what the playground's pages run, which npm fetches once."""
+    if not shutil.which("node"):
+        pytest.skip("no node to run WebAssembly with; `apt-get install nodejs npm` enables this test")
+    if trouble := in_browser.fetch():
+        pytest.skip(f"{trouble}; `python docs/tools/in_browser.py` fetches pyodide, and enables this test")
+    return in_browser.FETCHED / "node_modules" / "pyodide"
 
 
 def told_by(*command):

@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import command_line
 import consoles
 import figures
+import in_browser
 import plots
 import public_names
 import results
 import sources
 from pages import CONSOLES, Block, blocks_of
 
-OURS = ("draw", "step", "include", "output", "plot", "bits", "results", *CONSOLES)
+OURS = ("draw", "step", "include", "output", "plot", "bits", "playground", "results", *CONSOLES)
 
 
 def on_config(config: Any) -> Any:
@@ -47,8 +48,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             except ValueError as error:
                 raise PluginError(f"{_shown(file)}:{block.line}: {error}") from error
     markdown = markdown.replace("<!-- command line -->", command_line.reference())
+    markdown = markdown.replace("<!-- puzzles -->", in_browser.puzzles())
     markdown = markdown.replace("<!-- errors -->", public_names.tree_of_errors())
     return public_names.with_docstrings(markdown)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Put what the playground runs beside the pages."""
+    in_browser.add_parts(Path(config.site_dir))
 
 
 def _shown(file: Path) -> Path:
@@ -59,6 +66,8 @@ def made(block: Block) -> str:
     """The HTML of one of our fences."""
     if block.kind in ("draw", "step"):
         return figures.figures(block.text, stepped=block.kind == "step")
+    if block.kind == "playground":
+        return in_browser.playground(block.text)
     if block.kind == "include":
         return sources.included(block.text)
     if block.kind == "results":

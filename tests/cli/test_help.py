@@ -11,7 +11,7 @@ from microparallel.cli.app import VERBS, Verbs, app, load
 HELPS = [
     [],
     *([verb] for verb in ("train", "compare", "analyze", "report", "why", "draw", "simulate", "verify", "doctor")),
-    *([verb] for verb in ("chaos", "checkpoints", "learn")),
+    *([verb] for verb in ("chaos", "checkpoints", "learn", "studio")),
     *(["learn", verb] for verb in ("init", "list", "check", "hint", "reset", "solution")),
     ["bench", "allreduce"],
     ["bench", "dp"],

@@ -42,6 +42,7 @@ CANNOT = {
     "python examples/pipeline_deadlock.py": Instead(
         "it must fail: it hangs, and says why", "python examples/pipeline_deadlock.py --limit 1", 1
     ),
+    "microparallel studio": Instead("it serves until it is interrupted; tests/cli/test_studio.py runs it"),
     "microparallel why": Instead("it looks at every world of this machine, and exits with 1 if all is well"),
     "microparallel train --model gpt --data notes/ --steps 500": Instead(
         "a folder of the reader's own", "microparallel train --model gpt --data examples --steps 2"

@@ -39,6 +39,7 @@ VERBS = {
     "chaos": "Break a training run on purpose, by a seed, and compare it with one that was left alone.",
     "why": "Say why ranks hang, died or disagree: which rank, in which call, at which line of your code.",
     "bench": "Measure this machine, side by side with torch.",
+    "studio": "Show the course, the playground and this machine's runs in a browser.",
     "learn": "The exercises of the course: fill in what is missing, and have it checked on real ranks.",
 }
 

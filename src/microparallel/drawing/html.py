@@ -13,7 +13,7 @@ from microparallel.drawing.heading import head_of, metrics_of, notes_of, notes_o
 from microparallel.drawing.hops import Contributions, Held, Hop, Transfer, complete, hops_of
 from microparallel.drawing.legend import legend_page, of_rows
 from microparallel.drawing.markup import Markup, data_script, element, joined, svg
-from microparallel.drawing.memory import Strips, all_kinds, scale_note
+from microparallel.drawing.memory import Strips, all_kinds, scale_note, strips_of
 from microparallel.drawing.rows import Rows, rows_of
 from microparallel.drawing.svg import Layout, axis, axis_name, gutter_of, lay_out, marks, row_names, strip_marks
 from microparallel.errors import UsageError
@@ -46,6 +46,14 @@ def page(traces: Sequence[Trace], strips: Sequence[Strips] = ()) -> str:
     details = element("div", hint, class_="details", aria_live="polite")
     title = title_of(first.followed) if len(traces) == 1 else ", ".join(trace.followed.name for trace in traces)
     return _document(title, [*figures, details], "schedule.js", None)
+
+
+def panel(trace: Trace, *, memory: bool = False) -> str:
+    """The timeline as a part of another page: the same cells, which say what they are and why they waited."""
+    strips = strips_of([trace])[0] if memory else None
+    interactive = not isinstance(trace.followed.goal, Collective)
+    held = [] if strips is None else legend_page(all_kinds([strips]), [scale_note(strips)])
+    return joined(*_timeline(rows_of(trace), interactive=interactive, strips=strips), *held)
 
 
 def _document(title: str, figures: list[Markup], script: str, data: dict[str, Any] | None) -> str:

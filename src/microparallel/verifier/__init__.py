@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Collective, Observed, Program, Sends, TrainingStep, Wait, peak_activations
+from microparallel.program import Collective, Observed, Op, Program, Sends, TrainingStep, Wait, peak_activations
 from microparallel.schedules import complete
-from microparallel.verifier.collective import check_collective
+from microparallel.verifier.collective import check_collective, check_sums_so_far
 from microparallel.verifier.findings import (
     Deadlock,
     DifferentWeights,
@@ -19,7 +21,7 @@ from microparallel.verifier.findings import (
     Unreached,
 )
 from microparallel.verifier.order import check_matching, check_order
-from microparallel.verifier.training import check_operations, check_training_step
+from microparallel.verifier.training import check_beginning, check_operations, check_training_step
 
 __all__ = [
     "Deadlock",
@@ -35,6 +37,7 @@ __all__ = [
     "Unreached",
     "Wait",
     "verify",
+    "verify_beginning",
 ]
 
 
@@ -77,6 +80,33 @@ def verify(
         check_collective(program, program.goal)
     else:
         check_training_step(program, program.goal)
+    if max_activations is not None:
+        _check_memory(program, max_activations)
+
+
+def verify_beginning(
+    program: Program, rest: Sequence[Sequence[Op]] | None = None, max_activations: int | None = None
+) -> None:
+    """Raise `ProgramError` if a program that is not finished is wrong already; `verify` judges it when it is finished.
+
+    The rules are those of `verify`: what an operation needs is there, nothing is made twice, messages match, no rank
+    waits for ever. Only what must hold at the end is not asked for yet.
+
+    Args:
+        program: what the ranks have done up to here. A schedule may leave out its messages.
+        rest: what each rank has yet to do, in any order; nothing, if it is not given.
+        max_activations: the most activations that a rank may hold at once, if there is a limit.
+    """
+    _refuse_observed(program)
+    if isinstance(program.goal, TrainingStep):
+        check_operations(program, program.goal)
+    program = complete(program)
+    check_matching(program)
+    check_order(program, "rendezvous")
+    if isinstance(program.goal, Collective):
+        check_sums_so_far(program, program.goal)
+    else:
+        check_beginning(program, program.goal, [()] * program.world_size if rest is None else rest)
     if max_activations is not None:
         _check_memory(program, max_activations)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from microparallel.collectives import group_kind, require_algorithm
 from microparallel.errors import ProgramError, UsageError
@@ -116,8 +117,24 @@ def _not_summed(op: AllReduce | ReduceScatter, goal: TrainingStep) -> str:
     return ""
 
 
+def check_beginning(program: Program, goal: TrainingStep, rest: Sequence[Sequence[Op]]) -> None:
+    """Raise `ProgramError` unless what the ranks have done up to here is in order; `rest` is what each has yet to do.
+
+    What a sum needs, and an optimizer step, depends on all that its rank computes, before and after.
+    """
+    _walk_with_needs(program, [Rules(goal, (*ops, *later)) for ops, later in zip(program.ranks, rest, strict=True)])
+
+
 def _check_needs(program: Program, goal: TrainingStep) -> None:
-    rules = [Rules(goal, ops) for ops in program.ranks]
+    held = _walk_with_needs(program, [Rules(goal, ops) for ops in program.ranks])
+    frees = (op.value for ops in program.ranks for op in ops if isinstance(op, Free))
+    if any(isinstance(value, _OF_MICROBATCHES) for value in frees):
+        _check_leaks(held)
+    check_weights(program, goal, held)
+
+
+def _walk_with_needs(program: Program, rules: list[Rules]) -> list[set[Value]]:
+    """What each rank holds at the end; raises `ProgramError` where an operation lacks what it needs."""
     held: list[set[Value]] = [set(rule.at_first()) for rule in rules]
     ever: list[set[Value]] = [set(rule.at_first()) for rule in rules]
     steps: Counter[int] = Counter()
@@ -145,11 +162,7 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
             steps[rank] += 1
             if steps[rank] > 1:
                 raise ProgramError(words("its second in one training step: it would update the same weights twice"))
-
-    frees = (op.value for ops in program.ranks for op in ops if isinstance(op, Free))
-    if any(isinstance(value, _OF_MICROBATCHES) for value in frees):
-        _check_leaks(held)
-    check_weights(program, goal, held)
+    return held
 
 
 _OF_MICROBATCHES = (Act, Grad, Rest)  # what a micro-batch leaves behind, if it is not freed

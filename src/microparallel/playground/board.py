@@ -1,0 +1,360 @@
+"""The state of a puzzle: the moves that were made, and the program that they are.
+
+A move is a short text:
+
+| move          | where                | meaning                                                                       |
+|---------------|----------------------|-------------------------------------------------------------------------------|
+| `1:F1.0`      | pipelines            | rank 1 does F1.0 after all that it has                                        |
+| `1@2:F1.0`    | pipelines            | rank 1 does it third, before what stands there                                |
+| `1@2:-`       | pipelines            | take away what rank 1 does third                                              |
+| `0:*U0@dp`    | data parallelism     | the same for the one list that every rank does                                |
+| `0>1:C0`      | collectives          | in this hop, rank 0 sends slice 0 to rank 1, where it replaces what is there  |
+| `0>1:+C0:2`   | collectives          | slices 0 and 1, which rank 1 adds to its own                                  |
+| `next`        | collectives          | the next hop begins: what is sent from here on is what ranks hold then        |
+
+In a hop, each rank first sends what it holds at its beginning, and then receives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from microparallel.errors import ProgramError, UsageError
+from microparallel.playground.levels import MEASURES, Level
+from microparallel.program import (
+    Act,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Bucket,
+    Collective,
+    Delta,
+    Forward,
+    Free,
+    Grad,
+    Join,
+    Op,
+    Parameters,
+    Program,
+    Recv,
+    Rest,
+    Rules,
+    Send,
+    Shard,
+    Slices,
+    Value,
+    parse_op,
+    parse_value,
+)
+from microparallel.program.symbols import Symbol
+from microparallel.simulator import simulate
+from microparallel.text import count, short
+from microparallel.trace import Trace
+from microparallel.verifier import Missing, verify, verify_beginning
+from microparallel.verifier.collective import contents_after
+
+MOST_MOVES = 200
+_PLACE = re.compile(r"(\d{1,3})(?:@(\d{1,3}))?:(.+)")
+_SEND = re.compile(r"(\d{1,3})>(\d{1,3}):(\+?)(C\d{1,4}(?::\d{1,4})?)")
+NEXT = "next"
+
+
+class Refused(UsageError):
+    """A move that cannot be made, and why."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move, read from its text: either an operation in a list, or a message of a hop."""
+
+    text: str
+
+    @property
+    def placing(self) -> tuple[int, int | None, str] | None:
+        """The list, the place in it (None: at its end), and the operation, or `-`."""
+        found = _PLACE.fullmatch(self.text)
+        return None if found is None else (int(found[1]), None if found[2] is None else int(found[2]), found[3])
+
+    @property
+    def sending(self) -> tuple[int, int, bool, str] | None:
+        """The sender, the receiver, whether it is added there, and the slices."""
+        found = _SEND.fullmatch(self.text)
+        return None if found is None else (int(found[1]), int(found[2]), bool(found[3]), found[4])
+
+
+@dataclass(frozen=True)
+class Score:
+    """A solved level: what it takes, and its stars."""
+
+    makespan: float
+    second: float
+    stars: int
+
+
+class Board:
+    """A level and the moves that were made; it never changes: a move makes another one."""
+
+    def __init__(self, level: Level, moves: Sequence[str] = ()) -> None:
+        self.level = level
+        self.moves: tuple[str, ...] = ()
+        self.lists: tuple[tuple[Op, ...], ...] = tuple(() for _ in level.trays)
+        self.hops: tuple[tuple[str, ...], ...] = ((),)
+        if len(moves) > MOST_MOVES:
+            raise UsageError(f"{count(len(moves), 'move')}: a puzzle takes at most {MOST_MOVES}")
+        for move in moves:
+            self._apply(move)
+
+    def after(self, move: str) -> Board:
+        """The board with one move more; raises `Refused`, in words, if a rule is against it."""
+        changed = Board.__new__(Board)
+        changed.level, changed.moves, changed.lists, changed.hops = self.level, self.moves, self.lists, self.hops
+        changed._apply(move)
+        if len(changed.moves) > MOST_MOVES:
+            raise Refused(f"{count(MOST_MOVES, 'move')} were made; undo some first")
+        changed._judge(self)
+        return changed
+
+    # ── moves ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _apply(self, text: str) -> None:
+        if self.level.kind == "messages":
+            self._send(text)
+        else:
+            self._place(text)
+        self.moves = (*self.moves, text)
+
+    def _place(self, text: str) -> None:
+        move = Move(text).placing
+        if move is None or move[0] >= len(self.lists):
+            raise Refused(f"{text!r} is no move here; it looks like 0:{self.level.trays[0][0]}")
+        which, at, word = move
+        mine = self.lists[which]
+        at = len(mine) if at is None else at
+        if at > len(mine) or (word == "-" and at == len(mine)):
+            raise Refused(f"{text!r}: there are {count(len(mine), 'operation')} in this list")
+        if word == "-":
+            mine = (*mine[:at], *mine[at + 1 :])
+        else:
+            op = _parsed(word)
+            if op not in self.left(which):
+                home = self._home(op)
+                raise Refused(f"{op} is {home}" if home else f"{op} is not among what can be placed here")
+            mine = (*mine[:at], op, *mine[at:])
+        self.lists = (*self.lists[:which], mine, *self.lists[which + 1 :])
+
+    def _home(self, op: Op) -> str:
+        """Where an operation is that is not in the tray."""
+        for which, tray in enumerate(self.level.trays):
+            if op in tray:
+                return "placed already" if op not in self.left(which) else f"for rank {which}, which has its stage"
+        return ""
+
+    def _send(self, text: str) -> None:
+        if text == NEXT:
+            if not self.hops[-1]:
+                raise Refused("nothing is sent in this hop yet")
+            most = self.level.limits.get("hops")
+            if most is not None and len(self.hops) >= most:
+                raise Refused(f"this level has {short(most)} hops, and they are used")
+            self.hops = (*self.hops, ())
+            return
+        move = Move(text).sending
+        if move is None:
+            raise Refused(f"{text!r} is no move here; it looks like 0>1:+C0, or next")
+        sender, receiver, _, value = move
+        slices = parse_value(value)
+        assert isinstance(self.level.goal, Collective)
+        assert isinstance(slices, Slices)
+        if max(sender, receiver) >= self.level.ranks or slices.stop > self.level.goal.slices:
+            raise Refused(f"{text!r} names a rank or a slice that is not there")
+        if sender == receiver:
+            raise Refused(f"rank {sender} has its own slices already; choose another rank to send to")
+        self.hops = (*self.hops[:-1], (*self.hops[-1], text))
+
+    def left(self, which: int) -> list[Op]:
+        """What is still to be placed in a list."""
+        left = list(self.level.trays[which])
+        for op in self.lists[which]:
+            left.remove(op)
+        return left
+
+    # ── the program ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def program(self) -> Program:
+        """What the moves up to here make every rank do."""
+        level = self.level
+        if level.kind == "messages":
+            return Program(level.id, level.goal, tuple(map(tuple, self._messages())))
+        return Program(level.id, level.goal, self._ranks(self.lists))
+
+    def _ranks(self, lists: Sequence[Sequence[Op]]) -> tuple[tuple[Op, ...], ...]:
+        if self.level.kind == "pipeline":
+            return tuple(map(tuple, lists))
+        each = self.level.per_rank
+        return tuple(tuple(of_replica(op, rank * each) for op in lists[0]) for rank in range(self.level.ranks))
+
+    def _messages(self) -> list[list[Op]]:
+        ranks: list[list[Op]] = [[] for _ in range(self.level.ranks)]
+        for hop in self.hops:
+            moves = [move for move in (Move(text).sending for text in hop) if move is not None]
+            for sender, receiver, _, value in moves:
+                ranks[sender].append(Send(parse_value(value), receiver))
+            for sender, receiver, adds, value in moves:
+                ranks[receiver].append(Recv(parse_value(value), sender, adds))
+        return ranks
+
+    def trace(self) -> Trace:
+        """What the moves up to here would cost."""
+        return simulate(self.program, self.level.costs)
+
+    # ── the judge ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _judge(self, before: Board) -> None:
+        """Raise `Refused` unless the program up to here is the beginning of a right one, and within the limits."""
+        level, program = self.level, self.program
+        if self.moves[-1] == NEXT:
+            return
+        rest = None if level.kind == "messages" else self._ranks([self.left(which) for which in range(len(self.lists))])
+        try:
+            verify_beginning(program, rest, _whole(level.limits.get("activations")))
+        except Missing as error:
+            raise Refused(self._lacking(error)) from None
+        except ProgramError as error:
+            raise Refused(str(error).partition("\n")[0]) from None
+        if level.kind == "messages" and self.holdings() == before.holdings():
+            raise Refused(self._in_vain(before))
+        most = level.limits.get("memory")
+        if most is not None and (peak := self.peak_memory()) > most:
+            raise Refused(
+                f"a rank would hold {short(peak)} bytes at once, and {short(most)} are allowed; free some first"
+            )
+
+    def _in_vain(self, before: Board) -> str:
+        """Why a message changes nothing: often, what it is to carry has arrived in this very hop."""
+        sender, receiver, _, value = Move(self.moves[-1]).sending or (0, 0, False, "C0")
+        slices = parse_value(value)
+        assert isinstance(slices, Slices)
+        begun = Board(self.level, self.moves[: len(self.moves) - len(self.hops[-1])]).holdings()[sender]
+        if any(begun[index] != before.holdings()[sender][index] for index in slices.slices):
+            return f"rank {sender} has {value} only when this hop has ended: begin the next hop, then send it"
+        return f"this changes nothing: rank {receiver} would hold in {value} what it holds now"
+
+    def _lacking(self, error: Missing) -> str:
+        """What an operation lacks, in words; of replicas, as rank 0 has it."""
+        op, value = error.op, error.value
+        if self.level.kind == "replicas":
+            back = -error.rank * self.level.per_rank
+            op, value = of_replica(op, back), _shifted(value, back)
+        state = "has been freed" if "has freed it" in str(error) else "is not there yet"
+        everything = [one for tray in self.level.trays for one in tray]
+        makers = [one for one in everything if value in Rules(self.level.goal, everything).makes(one)]
+        hint = f"; {makers[0]} makes it" if makers else ""
+        return f"{op} needs {value}, {meaning(value, self.level.kind)}, which {state}{hint}"
+
+    def peak_memory(self) -> float:
+        """The most bytes that a rank has held up to here.
+
+        What a rank holds depends on the whole program: the state of its optimizer is whole, or a part. So what is left
+        is done behind a Join, in the order of the tray, and only what is held before that counts.
+        """
+        trace = self.trace()
+        rest = self._ranks([self.left(which) for which in range(len(self.lists))])
+        if not any(rest):
+            return max(trace.peak_memory)
+        whole = replace(
+            self.program,
+            ranks=tuple((*ops, Join(), *later) for ops, later in zip(self.program.ranks, rest, strict=True)),
+        )
+        try:
+            memory = simulate(whole, self.level.costs).memory
+        except ProgramError:  # the order of the tray does not go on from here
+            return max(trace.peak_memory)
+        end = trace.makespan
+        held = [sum(sizes.values()) for rank in memory for time, sizes in rank.moments if time < end or not time]
+        return max(held, default=0.0)
+
+    def holdings(self) -> list[list[Symbol]]:
+        """Of a collective: what each rank holds in each slice after the moves up to here."""
+        program = self.program
+        assert isinstance(program.goal, Collective)
+        return [contents.slices for contents in contents_after(program, program.goal)]
+
+    def missing(self) -> str:
+        """What is still to be done, in words; nothing if the level is solved."""
+        if self.level.kind != "messages":
+            left = sum(len(self.left(which)) for which in range(len(self.lists)))
+            if left:
+                return f"{count(left, 'operation')} to place"
+        try:
+            verify(self.program)
+        except ProgramError as error:
+            return str(error)
+        return ""
+
+    def score(self, best: dict[str, Any] | None = None) -> Score | None:
+        """Its stars, if the level is solved: one for that, one for the time, one for what else the level counts."""
+        if self.missing():
+            return None
+        trace = self.trace()
+        makespan, second = trace.makespan, measure(trace, self.level.second) if self.level.second else 0
+        stars = 1
+        if best is not None:
+            stars += makespan <= best["makespan"] + 1e-9
+            stars += bool(self.level.second) and second <= best["second"] + 1e-9
+        return Score(makespan, second, stars)
+
+
+def measure(trace: Trace, name: str) -> float:
+    """What a level counts beside the time: of the rank that has most of it."""
+    assert name in MEASURES
+    if name == "activations":
+        return max(trace.peak_activations)
+    return max(trace.peak_memory) if name == "memory" else max(trace.bytes_sent)
+
+
+def meaning(value: Value, kind: str = "pipeline") -> str:
+    """What a value is, for people; replicas have layers, and their own micro-batches."""
+    stage, microbatch = getattr(value, "stage", 0), getattr(value, "microbatch", 0)
+    of = f"of stage {stage} for micro-batch {microbatch}" if kind == "pipeline" else f"of layer {stage}"
+    match value:
+        case Act():
+            return f"the output {of}"
+        case Grad():
+            return f"the gradient of the output {of}"
+        case Rest():
+            return f"what I{stage}.{microbatch} leaves for W{stage}.{microbatch}"
+        case Delta():
+            return f"the weights' gradients {of}"
+        case Parameters():
+            return f"the whole parameters of bucket {value.index}"
+        case Bucket():
+            return f"the sum of bucket {value.index}"
+        case Shard():
+            return f"this rank's part of {value.of}"
+    return "a value"
+
+
+def _shifted(value: Value, by: int) -> Value:
+    return replace(value, microbatch=value.microbatch + by) if isinstance(value, Act | Grad | Rest | Delta) else value
+
+
+def of_replica(op: Op, by: int) -> Op:
+    """The same operation on the micro-batches of another replica."""
+    if isinstance(op, Forward | Backward | BackwardInput | BackwardWeight):
+        return replace(op, microbatch=op.microbatch + by)
+    return Free(_shifted(op.value, by)) if isinstance(op, Free) else op
+
+
+def _parsed(word: str) -> Op:
+    try:
+        return parse_op(word)
+    except ProgramError as error:
+        raise Refused(str(error)) from None
+
+
+def _whole(number: float | None) -> int | None:
+    return None if number is None else int(number)
