@@ -259,10 +259,12 @@ class Board:
         """The most bytes that a rank has held up to here.
 
         What a rank holds depends on the whole program: the state of its optimizer is whole, or a part. So what is left
-        is done behind a Join, in the order of the tray, and only what is held before that counts.
+        is done behind a Join, in the order of the tray, but for what it frees, which comes last; and only what is held
+        before that counts.
         """
         trace = self.trace()
-        rest = self._ranks([self.left(which) for which in range(len(self.lists))])
+        left = [sorted(self.left(which), key=lambda op: isinstance(op, Free)) for which in range(len(self.lists))]
+        rest = self._ranks(left)
         if not any(rest):
             return max(trace.peak_memory)
         whole = replace(
@@ -274,7 +276,7 @@ class Board:
         except ProgramError:  # the order of the tray does not go on from here
             return max(trace.peak_memory)
         end = trace.makespan
-        held = [sum(sizes.values()) for rank in memory for time, sizes in rank.moments if time < end or not time]
+        held = [size for rank in memory for time, size in rank.total if time < end or not time]
         return max(held, default=0.0)
 
     def holdings(self) -> list[list[Symbol]]:

@@ -222,6 +222,19 @@ def search_list(level: Level) -> list[str]:
             score = board.score()
         except UsageError:
             continue
-        if score is not None and (best is None or (score.makespan, score.second) <= best):
+        if score is None or (best is not None and (score.makespan, score.second) > best):
+            continue
+        if _can_be_played(level, board.moves):
             best, kept = (score.makespan, score.second), order
     return [f"0:{op}" for op in kept]
+
+
+def _can_be_played(level: Level, moves: Sequence[str]) -> bool:
+    """Whether each of these moves is accepted: a limit holds after every one of them."""
+    board = Board(level)
+    try:
+        for move in moves:
+            board = board.after(move)
+    except UsageError:
+        return False
+    return True
