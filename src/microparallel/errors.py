@@ -85,7 +85,13 @@ class PartitionError(UsageError):
 
 
 class ProgramError(UsageError):
-    """A program is not well-formed, or does not do what it says it does."""
+    """A program is not well-formed, or does not do what it says it does.
+
+    Attributes:
+        line: of its text, counted from 1, if it is that line that cannot be read.
+    """
+
+    line: int | None = None
 
 
 class LaunchError(MicroparallelError):

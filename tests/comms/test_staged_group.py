@@ -130,9 +130,9 @@ def call_before_the_device_is_ready(comms):
         other.irecv(3, prev_rank(comms)),
     ]
     done_before = [request._works[0].poll() for request in requests[2:3]]
+    of_this_thread = threading.current_thread() in copies.waited
     copies.gate.set()  # this thread comes here: no call waited for the device
     results = [request.wait() for request in requests]
-    of_this_thread = threading.current_thread() in copies.waited[:1]
     close(other)
     return tensor.tolist(), scattered.tolist(), results[3].tolist(), done_before, of_this_thread
 

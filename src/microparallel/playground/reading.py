@@ -20,7 +20,6 @@ from microparallel.verifier import Deadlock, Miscounted, Missing, Unmatched, Unr
 MOST_CHARACTERS, MOST_OPERATIONS, MOST_RANKS, MOST_SLICES, MOST_CELLS = 200_000, 12_000, 64, 1024, 20_000
 _RANK = re.compile(r"\s*rank +([0-9]{1,9}):")
 _WORD = re.compile(r"\S+")
-_LINE = re.compile(r"line (\d+): ")
 _DOES = re.compile(r"\brank (\d+) (?:does|sends|stands at|waits for rank \d+ at) (\S+?)[,;]?(?=\s|$)")
 _A_RANK = re.compile(r"\brank (\d+)\b")
 
@@ -107,10 +106,10 @@ def marks_of(error: Exception, text: str, program: Program | None) -> list[Mark]
 
 def _unread(error: Exception, where: Written) -> Iterator[Mark]:
     """Of a text that is no program: the first word of the line that is no operation, or the line."""
-    match = _LINE.match(str(error))
-    if match is None or not 0 < int(match[1]) <= len(where.lines):
+    number = error.line if isinstance(error, ProgramError) else None
+    if number is None or not 0 < number <= len(where.lines):
         return
-    line = where.lines[int(match[1]) - 1]
+    line = where.lines[number - 1]
     for words in where.words:
         for word, mark in words:
             if line.start <= mark.start < line.end and not _is_operation(word):

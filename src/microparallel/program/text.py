@@ -81,7 +81,9 @@ def from_text(text: str) -> Program:
             else:
                 ranks.append(_parse_rank(content, len(ranks)))
         except ProgramError as error:
-            raise ProgramError(f"line {number}: {error}") from None
+            unreadable = ProgramError(f"line {number}: {error}")
+            unreadable.line = number
+            raise unreadable from None
     if not name or goal is None:
         missing = "`program NAME`" if not name else "`goal: …`, such as `goal: all-reduce of 4 slices`"
         raise ProgramError(f"the program has no line {missing}")

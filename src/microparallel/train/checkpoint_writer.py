@@ -46,6 +46,7 @@ _BLOCK = 2**20  # bytes that are copied at a time
 _SECONDS_BETWEEN_SIGNS = 1.0  # of life
 _SAY_SILENT_AFTER = 10.0  # seconds
 _SECONDS_TO_END = 5.0
+_SECONDS_TO_DIE = 5.0  # once it was killed
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _MEANT_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the rank says when there is nothing more to write
 
@@ -238,7 +239,7 @@ class Writer:
             return process.wait(_SECONDS_TO_END)
         process.kill()  # it was stopped, say
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_SECONDS_TO_END)
+            return process.wait(_SECONDS_TO_DIE)
         return None  # the system does not let it go before the disk answers
 
 
