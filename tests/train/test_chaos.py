@@ -45,20 +45,14 @@ def survives(tmp_path, words, seed, faults, kinds=chaos.KINDS):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("model", "layout", "seed", "faults", "kinds", "certain"),
-    [
-        (MLP, "parameters", 374, 4, TWO_LAUNCHERS, {"kill-backward", "stop-rank"}),
-        (GPT, "pp", 45, 5, ONE_LAUNCHER, {"kill-rank", "stop-rank"}),
-        pytest.param(MLP, "parameters", 1, 8, TWO_LAUNCHERS, {"kill-rank", "stop-rank"}, marks=pytest.mark.slow),
-        pytest.param(GPT, "pp", 2, 12, ONE_LAUNCHER, {"kill-rank", "stop-rank"}, marks=pytest.mark.slow),
-    ],
-    ids=["mlp-parameters", "gpt-pp", "mlp-parameters-more", "gpt-pp-more"],
+    ("model", "layout", "seed", "faults", "kinds"),
+    [(MLP, "parameters", 1, 8, TWO_LAUNCHERS), (GPT, "pp", 2, 12, ONE_LAUNCHER)],
+    ids=["mlp-parameters", "gpt-pp"],
 )
-def test_one_fault_after_another(tmp_path, model, layout, seed, faults, kinds, certain):
-    """Every kind but one happens to one of the first two."""
+def test_twenty_faults(tmp_path, model, layout, seed, faults, kinds):
     outcome = survives(tmp_path, [*model, *LAYOUTS[layout]], seed, faults, kinds)
     done = {fault.kind for fault in outcome.faults if fault.done}
-    assert certain <= done and ("corrupt" in done) == ("corrupt" in kinds)
+    assert {"kill-rank", "stop-rank"} <= done and ("corrupt" in done) == ("corrupt" in kinds)
 
 
 @pytest.mark.slow
