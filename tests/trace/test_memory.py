@@ -1,5 +1,7 @@
 """Bytes over time: the formulas of sharding hold exactly, and what is freed is gone."""
 
+from dataclasses import replace
+
 import pytest
 
 import microparallel as mp
@@ -65,6 +67,31 @@ def test_parameters_that_are_freed_are_there_between_gather_and_free():
     first, _ = memory(program, seconds_per_byte=0)
     assert first.at(0)["parameters"] == 4 + 4  # both halves, and stage 0 whole
     assert first.peak_of("parameters") == 4 + 4 and first.kinds["parameters"][-1][1] == 4
+
+
+LATE = "~T0@dp F0.{0} ~T1@dp F1.{0} B1.{0} %U1.0@dp !T0 ~T0@dp B0.{0} %U0.0@dp !D0.{0} !D1.{0} !T0 !T1 S"
+GOAL = "goal: training step of 2 stages, 2 micro-batches, buckets 0:1 1:2, sharded\n"
+
+
+def test_what_a_rank_frees_late_is_there_until_then():
+    """A rank comes to a Free when it has computed all that stands before it, as a real rank does."""
+    rows = "".join(f"rank {rank}: {LATE.format(rank)}\n" for rank in (0, 1))
+    program = from_text(f"program late\n{GOAL}{rows}")
+    mp.verify(program)
+    first, _ = memory(program, seconds_per_byte=1)
+    # forwards from 0.5 and 2, backwards from 3 and 6: layer 0 is freed after the first, gradients after the second one
+    assert first.kinds["parameters"] == [(0, 8), (1.5, 12), (5, 8), (5.5, 12), (8, 4)]
+    assert first.kinds["gradients"] == [(0, 0), (3, 4), (5, 6), (6, 10), (8, 8), (8.5, 4)]
+    assert first.peak == (6, 30)
+
+
+def test_the_beginning_of_a_step_holds_what_it_has_not_freed_yet():
+    """Only what was done counts; what the rest of the program frees is there until then."""
+    program = from_text(f"program late\n{GOAL}rank 0: {LATE.format(0)}\nrank 1: {LATE.format(1)}\n")
+    trace = mp.simulate(program, mp.Costs(sizes=SIZES, seconds_per_byte=1))
+    begun = replace(trace, events=[event for event in trace.events if event.end <= 5.5])
+    assert begun.memory[0].kinds["parameters"] == [(0, 8), (1.5, 12), (5, 8)]
+    assert begun.memory[0].kinds["gradients"] == [(0, 0), (3, 4), (5, 6)]
 
 
 def test_gpipe_holds_more_activations_than_1f1b():

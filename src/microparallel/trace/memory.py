@@ -13,6 +13,8 @@ rank 0  F0.0 B0.0 %U0.0@dp !D0.0 S ~T0@dp          ZeRO-2, one layer, two ranks;
   the end of the step. A rank's part of a sum lies in them, or, once they are freed, in memory of its own.
 - The *optimizer's* state is there from the beginning: for all parameters of the rank, or for its part of those whose
   gradients are reduce-scattered.
+- A *Free* is done when the rank comes to it, which has then computed all that stands before it, and when the last
+  operation has ended that uses the value.
 - An *activation* is a stage's output, from its forward until the backward of the stage's weights has ended.
 - *In flight* is what the rank is sending to another.
 
@@ -40,6 +42,7 @@ from microparallel.program import (
     Delta,
     Forward,
     Free,
+    Join,
     Op,
     Parameters,
     ReduceScatter,
@@ -237,20 +240,25 @@ class _Account:
         self._changes: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
 
     def memory(self) -> RankMemory:
-        """Go through the rank's operations in order."""
+        """Go through the rank's operations in order, as far as there are events of them."""
         self._begin()
         touched: dict[Value, float] = {}  # when the last operation that needs or makes a value has ended
+        came = ended = self._start  # when the rank comes to an operation, and when all before it have ended
         for op in self._ops:
-            if isinstance(op, Free):
-                self._free(op.value, touched.get(op.value, self._start))
-                continue
             waiting = self._events.get(op)
-            if not waiting:
-                continue
-            event = waiting.popleft()
-            for value in (*self._rules.needs(op), *self._rules.makes(op)):
-                touched[value] = max(touched.get(value, event.end), event.end)
-            self._do(op, event)
+            event = waiting.popleft() if waiting else None
+            if isinstance(op, Free):
+                self._free(op.value, max(touched.get(op.value, came), came if event is None else event.end))
+            elif isinstance(op, Join):
+                came = ended
+            elif event is None:
+                break  # a trace may show the beginning of a step
+            else:
+                for value in (*self._rules.needs(op), *self._rules.makes(op)):
+                    touched[value] = max(touched.get(value, event.end), event.end)
+                ended = max(ended, event.end)
+                came = max(came, event.end) if event.computes else came
+                self._do(op, event)
         kinds = {kind: _summed(changes, self._start) for kind, changes in self._changes.items()}
         return RankMemory(kinds | {"activations": list(self._activations())} if self._measured else kinds)
 
