@@ -79,10 +79,23 @@ def test_what_a_rank_frees_late_is_there_until_then():
     program = from_text(f"program late\n{GOAL}{rows}")
     mp.verify(program)
     first, _ = memory(program, seconds_per_byte=1)
-    # forwards from 0.5 and 2, backwards from 3 and 6: layer 0 is freed after the first, gradients after the second one
-    assert first.kinds["parameters"] == [(0, 8), (1.5, 12), (5, 8), (5.5, 12), (8, 4)]
+    # Forwards from 0.5 and 2, backwards from 3 and 6. At 5 layer 0 is freed and gathered anew, at 8 all is freed.
+    assert first.kinds["parameters"] == [(0, 8), (1.5, 12), (5, 12), (8, 4)]
     assert first.kinds["gradients"] == [(0, 0), (3, 4), (5, 6), (6, 10), (8, 8), (8.5, 4)]
-    assert first.peak == (6, 30)
+    assert first.peak == (8, 12 + 8 + 12)  # the sum's part is there before the gradients and parameters are freed
+
+
+def test_what_happens_at_one_moment_happens_in_the_order_of_the_program():
+    """A rank that gathers the second layer, and then frees the first, holds both for that moment."""
+    peaks = []
+    for between in ("!T0 ~T1@dp", "~T1@dp !T0"):
+        row = f"~T0@dp F0.R {between} F1.R B1.R %U1.0@dp !D1.R !T1 ~T0@dp B0.R %U0.0@dp !D0.R !T0 S"
+        rows = "".join(f"rank {rank}: {row.replace('R', str(rank))}\n" for rank in (0, 1))
+        program = from_text(f"program now\n{GOAL}{rows}")
+        mp.verify(program)
+        moments = memory(program, seconds_per_byte=0)[0].moments
+        peaks.append(max(sizes["parameters"] for _, sizes in moments))
+    assert peaks == [4 + 4, 4 + 8]
 
 
 def test_the_beginning_of_a_step_holds_what_it_has_not_freed_yet():

@@ -589,7 +589,7 @@ class Reducer:
             parameter.grad = None
 
     def _tell_of_freed(self, operation: Sum) -> None:
-        """At level 2, tell the observers that a bucket's gradients are let go: its buffer is given back when it is summed."""
+        """At level 2, tell the observers that a bucket's gradients are let go: its sum, which has begun, does that."""
         if self.level < 2 or not self._comms.observers or not self._arrived:
             return
         stage = len(self.buckets) - 1 - self._bucket_of(operation).number

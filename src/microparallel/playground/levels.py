@@ -60,9 +60,9 @@ SETS = {
     "sharding": "Sharding",
 }
 MEASURES = {
-    "activations": "activations held at once",
-    "memory": "bytes held at once",
-    "bytes": "sent by the rank that sends most, in whole tensors",
+    "activations": "activations held at once by any one rank",
+    "memory": "bytes held at once by any one rank",
+    "bytes": "most sent by one rank, in whole tensors",
 }
 
 
