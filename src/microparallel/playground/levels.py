@@ -89,6 +89,11 @@ class Level:
     slow: tuple[tuple[int, int, float], ...] = ()  # links with a latency of their own
 
     @property
+    def counted(self) -> str:
+        """What the board shows beside the time: what the third star is for, or what has a limit; maybe nothing."""
+        return self.second or next((name for name in self.limits if name in MEASURES), "")
+
+    @property
     def per_rank(self) -> int:
         """How many micro-batches each replica has."""
         return self.goal.microbatches // self.ranks if isinstance(self.goal, TrainingStep) else 0

@@ -74,14 +74,14 @@ def shown(board: Board) -> dict[str, Any]:
         "hops": _hops(board),
         "makespan": short(trace.makespan) if trace is not None else "",
         "length": trace.makespan if trace is not None else 0,
-        "second": short(_second(board, trace)) if trace is not None and level.second else "",
+        "second": short(_counted(board, trace)) if trace is not None and level.counted else "",
         "missing": board.missing(),
         "score": None if score is None else _scored(board, score),
     }
 
 
-def _second(board: Board, trace: Trace) -> float:
-    return board.peak_memory() if board.level.second == "memory" else measure(trace, board.level.second)
+def _counted(board: Board, trace: Trace) -> float:
+    return board.peak_memory() if board.level.counted == "memory" else measure(trace, board.level.counted)
 
 
 def about(level: Level) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def about(level: Level) -> dict[str, Any]:
         "goal": str(level.goal),
         "lesson": level.lesson,
         "stars": most_stars(level),
-        "measure": MEASURES.get(level.second, ""),
+        "measure": MEASURES.get(level.counted, ""),
         "targets": targets_of(level),
         "ranks": level.ranks,
         "slices": level.goal.slices if isinstance(level.goal, Collective) else 0,
@@ -127,7 +127,7 @@ def rules_of(level: Level) -> list[str]:
         if level.kind == "pipeline":
             said.append("Messages between ranks are added for you, and take no time.")
         else:
-            said.append("Computation and communication go on side by side; each has a row.")
+            said.append("Computation (the upper row) and communication (the lower one) go on side by side.")
             held = (
                 f"bucket {index} has {'layer' if stop - start == 1 else 'layers'} {_listed(range(start, stop))}"
                 for index, (start, stop) in enumerate(level.goal.buckets)
@@ -194,8 +194,8 @@ def _times_of_buckets(level: Level, ops: list[Op], takes: Mapping[Op, float]) ->
     for index, (start, stop) in enumerate(level.goal.buckets):
         op = next((op for op in ops if op.value.index == index), None)  # type: ignore[union-attr]
         if op is not None:
-            part = "" if isinstance(op, AllReduce) else f" (an all-reduce: {short(whole[stop - start])})"
-            said.append(f"{short(takes[op])} for a bucket of {count(stop - start, 'layer')}{part}")
+            beside = "" if isinstance(op, AllReduce) else f" (an all-reduce takes {short(whole[stop - start])})"
+            said.append(f"{short(takes[op])} for a bucket of {count(stop - start, 'layer')}{beside}")
     return ", ".join(dict.fromkeys(said))
 
 
