@@ -228,7 +228,7 @@ def test_a_rank_may_send_what_it_had_before_something_arrived_and_is_told_so():
     )
     assert told["board"]["score"]["stars"] == 3
     told = asked(ask="move", level="all-gather", moves=["1>0:C1", "next"], move="0>2:C0:2")
-    assert told["words"] == "Rank 0 sends rank 2 its C0 to C1, in place of what is there."
+    assert told["words"] == "Rank 0 sends rank 2 its C0 to C1."
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ class Game {
     const { slices, before } = this.mode;
     if (this.board.score) return `Solved: ${this.board.score.stars} of ${this.board.score.most} stars.`;
     if (this.board.level.kind !== "messages") return before === null ? "Choose what comes next." : "Choose what comes before it.";
-    return slices === null ? "Choose a slice of a rank; slices that lie next to each other travel together."
+    return slices === null ? "Choose a slice of a rank. Its neighbours can be chosen with it, and travel together."
       : `${named(slices)} of rank ${slices.rank} ${slices.to - slices.from > 1 ? "are" : "is"} chosen: now the rank to send to.`;
   }
 
@@ -202,9 +202,9 @@ class Game {
     return make("details", { class: "pz-about", open: this.mode.reads, ontoggle: (event) => { this.mode.reads = event.target.open; } },
       make("summary", {}, "What is asked, and the rules"),
       make("p", {}, level.story),
-      make("dl", { class: "pz-legend" }, ...level.legend.map(([sign, words]) => make("div", {}, make("dt", {}, make("code", {}, sign)), make("dd", {}, words)))),
+      make("div", { class: "pz-facts" }, make("dl", { class: "pz-legend" }, ...level.legend.map(([sign, words]) => make("div", {}, make("dt", {}, make("code", {}, sign)), make("dd", {}, words)))),
       make("ul", { class: "pz-rules" }, ...level.rules.map((rule) => make("li", {}, rule)),
-        make("li", {}, "Lesson: ", make("a", { href: lesson, target: "_blank", rel: "noopener" }, "what is behind it"), " (opens in a new tab).")));
+        make("li", {}, "Lesson: ", make("a", { href: lesson, target: "_blank", rel: "noopener" }, "what is behind it"), " (opens in a new tab)."))));
   }
 
   /** A star for each aim. */
@@ -222,12 +222,13 @@ class Game {
   done(index) {
     const { score, level } = this.board;
     const next = this.order[index + 1];
-    const [save, command, ...more] = score.run;
+    const run = score.run.map((line, place) => (place % 2 === 0 ? make("p", {}, line) : make("pre", { tabindex: "0" }, make("code", {}, line))));
+    const command = score.run[1];
     return make("section", { class: "pz-done", "aria-label": "solved" },
       make("p", { class: "pz-stars", "aria-label": `${score.stars} of ${score.most} stars` }, stars(score.stars, score.most)),
       ...score.missing.map((line) => make("p", { class: "pz-lacks" }, line)),
       ...score.known.map((line) => make("p", {}, line)),
-      make("p", {}, save), command ? make("pre", { tabindex: "0" }, make("code", {}, [command, ...more].join("\n"))) : null,
+      ...run,
       make("div", { class: "pg-row" },
         next ? button("Next puzzle ›", () => this.go(next), { class: "pg-button is-main", "data-do": "next" }) : null,
         button("Download the program", () => keep("mine.txt", "text/plain", score.program)),
@@ -344,7 +345,7 @@ class Game {
     });
     const last = hops.sent.length - 1;
     const sent = make("ol", { class: "pz-hops" }, ...hops.sent.map((messages, hop) => make("li", {},
-      messages.length ? messages.join("; ") : hop === last ? "nothing is sent in this hop yet" : "")));
+      messages.length ? make("ul", {}, ...messages.map((message) => make("li", {}, message))) : hop === last ? "nothing is sent in this hop yet" : "")));
     return make("div", { class: "pz-board" },
       make("div", { class: "pz-ranks" }, ...ranks),
       make("div", { class: "pg-row" }, level.goal.startsWith("all-reduce") || level.goal.startsWith("reduce") ? how : null,

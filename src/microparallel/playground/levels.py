@@ -64,6 +64,7 @@ MEASURES = {
     "memory": "bytes held at once by any one rank",
     "bytes": "most sent by one rank, in whole tensors",
 }
+ONE_BY_ONE = "one thing after another"  # par, where no builder does what a level asks for
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from microparallel.drawing.kinds import KINDS, kind_of, shaded
 from microparallel.errors import ProgramError
 from microparallel.playground.board import NEXT, Board, Move, Score, measure
 from microparallel.playground.bounds import all_reduces, durations
-from microparallel.playground.levels import MEASURES, SETS, Level, all_levels, solved
+from microparallel.playground.levels import MEASURES, ONE_BY_ONE, SETS, Level, all_levels, solved
 from microparallel.playground.looking import how_to_run
 from microparallel.playground.words import in_words, kind_words, named, object_words, sentence, slices_named
 from microparallel.program import (
@@ -152,7 +152,7 @@ def _listed(numbers: Iterable[int]) -> str:
 def legend_of(level: Level) -> list[list[str]]:
     """What stands on the board, and what it means: for each kind of operation in the trays, or of a collective."""
     if isinstance(level.goal, Collective):
-        return _legend_of_messages(level.goal)
+        return _legend_of_messages(sums=_sums(level))
     ops = [op for tray in level.trays for op in tray]
     kinds: dict[str, list[Op]] = {}
     for op in sorted(ops, key=lambda op: KINDS.index(kind_of(op))):
@@ -199,8 +199,7 @@ def _times_of_buckets(level: Level, ops: list[Op], takes: Mapping[Op, float]) ->
     return ", ".join(dict.fromkeys(said))
 
 
-def _legend_of_messages(goal: Collective) -> list[list[str]]:
-    sums = goal.kind in ("all-reduce", "reduce-scatter", "reduce")
+def _legend_of_messages(*, sums: bool) -> list[list[str]]:
     digits = (
         "digits in a slice: the ranks whose parts are summed in it; whole, with a green frame, if it has all of them"
         if sums
@@ -297,7 +296,7 @@ def _hops(board: Board) -> dict[str, Any] | None:
     last = len(board.hops[-1])
     before = Board(level, board.moves[: len(board.moves) - last])
     return {
-        "sent": [[_said(text) for text in hop] for hop in board.hops],
+        "sent": [[sentence(_said(level, text)) for text in hop] for hop in board.hops],
         "holds": _holds(level, level.goal, board),
         "begin": _holds(level, level.goal, before),
     }
@@ -318,14 +317,19 @@ def _holds(level: Level, goal: Collective, board: Board) -> list[list[dict[str, 
     ]
 
 
-def _said(text: str) -> str:
+def _said(level: Level, text: str) -> str:
     move = Move(text).sending
     assert move is not None
     sender, receiver, adds, value = move
     slices = parse_value(value)
     assert isinstance(slices, Slices)
-    how = "to be added there" if adds else "in place of what is there"
-    return f"rank {sender} sends rank {receiver} its {slices_named(slices)}, {how}"
+    how = ", to be added there" if adds else ", in place of what is there" if _sums(level) else ""
+    return f"rank {sender} sends rank {receiver} its {slices_named(slices)}{how}"
+
+
+def _sums(level: Level) -> bool:
+    """Whether a collective adds anything up; what arrives in another can only stand where nothing was."""
+    return isinstance(level.goal, Collective) and level.goal.kind in ("all-reduce", "reduce-scatter", "reduce")
 
 
 def _scored(board: Board, score: Score) -> dict[str, Any]:
@@ -378,9 +382,9 @@ def known_of(level: Level, known: dict[str, Any]) -> list[str]:
         return f"time {short(one['makespan'])}" + (f", {_amount(level.second, one['second'])}" if level.second else "")
 
     if known["par"] is not None:
-        said.append(
-            f"Par, which is what the course's best builder takes: {both(known['par'])} ({known['par']['name']})."
-        )
+        name = known["par"]["name"]
+        whose = name if name == ONE_BY_ONE else f"what the course's best builder, {name}, takes"
+        said.append(f"Par, which is {whose}: {both(known['par'])}.")
     best = known["best"]
     said.append(f"The best that is known: {both(best)} ({best['by']}).")
     bound = known["bound"]
@@ -404,7 +408,7 @@ def done(board: Board) -> str:
     if move == NEXT:
         return f"Hop {len(board.hops)} begins: what arrived can be sent now."
     if level.kind == "messages":
-        return sentence(_said(move) + _as_it_was(board))
+        return sentence(_said(level, move) + _as_it_was(board))
     which, _, word = move.partition(":")
     where = f" on rank {which.partition('@')[0]}" if level.kind == "pipeline" else ""
     return sentence(f"taken away{where}" if word == "-" else f"{in_words(level, parse_op(word))} is placed{where}")
@@ -424,7 +428,7 @@ def move_words(level: Level, move: str) -> str:
     if move == NEXT:
         return "begin the next hop"
     if level.kind == "messages":
-        return _said(move)
+        return _said(level, move)
     which, _, word = move.partition(":")
     where = f" on rank {which}" if level.kind == "pipeline" else ""
     return f"place {in_words(level, parse_op(word))}{where}"

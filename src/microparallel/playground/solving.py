@@ -20,14 +20,13 @@ from microparallel import collectives, schedules
 from microparallel.drawing.hops import hops_of
 from microparallel.playground.board import NEXT, Board, Refused, measure
 from microparallel.playground.bounds import bound_of
-from microparallel.playground.levels import Level, all_levels
+from microparallel.playground.levels import ONE_BY_ONE, Level, all_levels
 from microparallel.playground.searching import search_list, search_pipeline, small_collectives, too_few_hops
 from microparallel.program import Collective, Free, Op, Part, Program, Recv, Send, TrainingStep, halves
 from microparallel.simulator import simulate
 
 FILE = Path(__file__).parent / "levels" / "solved.json"
 Found = dict[str, Any]
-ONE_BY_ONE = "one thing after another"
 
 
 def solve(level: Level) -> Found:
