@@ -147,7 +147,7 @@ def playground(text: str) -> str:
 
 
 def puzzles() -> str:
-    """The place of the puzzles, as Markdown, with all that their list needs; a list without stars, to which links lead."""
+    """The place of the puzzles, as Markdown, with what their list needs; before that, a list for links."""
     items = "\n".join(f"1. {one.title}\n    {{: #{one.id} }}" for one in all_levels().values())
     listed = f'<div class="pg-until" markdown>\n\n{items}\n\n</div>'
     known = html.escape(json.dumps(sets()), quote=True)

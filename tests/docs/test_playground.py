@@ -372,7 +372,7 @@ def test_a_phone_shows_all_of_it(visitor, page):
 @pytest.mark.timeout(120)
 def test_a_puzzle_is_solved_with_the_keyboard_alone(visitor):
     visitor.open(f"{PUZZLES}#two-stages")
-    visitor.until("document.querySelector('.puzzles')?.dataset.level === 'two-stages'")
+    level(visitor, "two-stages")
     label = "document.activeElement.getAttribute('aria-label')"
     for op in ("F0.0", "F1.0", "B1.0", "B0.0"):
         for _ in range(60):
@@ -391,7 +391,7 @@ def test_a_puzzle_is_solved_with_the_keyboard_alone(visitor):
 @pytest.mark.timeout(120)
 def test_an_operation_is_dragged_to_its_place_and_taken_away(visitor):
     visitor.open(f"{PUZZLES}#two-micro-batches")
-    visitor.until("document.querySelector('.puzzles')?.dataset.level === 'two-micro-batches'")
+    level(visitor, "two-micro-batches")
 
     def drag(move, x):
         """From the tray to the first list, to this share of its width."""

@@ -102,7 +102,7 @@ def test_the_memory_that_a_board_shows_begins_with_the_rank_s_own_parts_and_neve
     shown = [board.peak_memory() for board in boards]
     assert shown[0] == own
     assert shown == sorted(shown)
-    assert shown[-1] == max(boards[-1].trace().peak_memory)
+    assert shown[-1] >= max(boards[-1].trace().peak_memory)
 
 
 def test_a_layer_that_is_not_freed_is_held_also_if_nothing_reads_it_any_more():

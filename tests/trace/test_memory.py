@@ -80,7 +80,7 @@ def test_what_a_rank_frees_late_is_there_until_then():
     mp.verify(program)
     first, _ = memory(program, seconds_per_byte=1)
     # Forwards from 0.5 and 2, backwards from 3 and 6. At 5 layer 0 is freed and gathered anew, at 8 all is freed.
-    assert first.kinds["parameters"] == [(0, 8), (1.5, 12), (5, 12), (8, 4)]
+    assert first.kinds["parameters"] == [(0, 8), (1.5, 12), (5, 8), (5.5, 12), (8, 4)]
     assert first.kinds["gradients"] == [(0, 0), (3, 4), (5, 6), (6, 10), (8, 8), (8.5, 4)]
     assert first.peak == (8, 12 + 8 + 12)  # the sum's part is there before the gradients and parameters are freed
 

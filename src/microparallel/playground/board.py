@@ -44,6 +44,7 @@ from microparallel.program import (
     Send,
     Slices,
     Value,
+    is_meeting,
     parse_op,
     parse_value,
 )
@@ -300,7 +301,7 @@ class Board:
             (*ops, Join(), *sorted(later, key=lambda op: isinstance(op, Free)))
             for ops, later in zip(self.program.ranks, rest, strict=True)
         )
-        return max(replace(trace, program=replace(self.program, ranks=tuple(ranks))).peak_memory)
+        return held(replace(trace, program=replace(self.program, ranks=tuple(ranks))))
 
     def holdings(self) -> list[list[Symbol]]:
         """Of a collective: what each rank holds in each slice after the moves up to here."""
@@ -338,7 +339,16 @@ def measure(trace: Trace, name: str) -> float:
     assert name in MEASURES
     if name == "activations":
         return max(trace.peak_activations)
-    return max(trace.peak_memory) if name == "memory" else max(trace.bytes_sent)
+    return held(trace) if name == "memory" else max(trace.bytes_sent)
+
+
+def held(trace: Trace) -> float:
+    """The most bytes that a rank holds, which takes memory for what it gathers and sums as soon as it asks for that.
+
+    So a move that is added at the end never makes this less: what it frees was held before it.
+    """
+    events = [event._replace(start=event.asked) if is_meeting(event.operation) else event for event in trace.events]
+    return max(replace(trace, events=events).peak_memory)
 
 
 def _shifted(value: Value, by: int) -> Value:

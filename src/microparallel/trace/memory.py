@@ -13,9 +13,9 @@ rank 0  F0.0 B0.0 %U0.0@dp !D0.0 S ~T0@dp          ZeRO-2, one layer, two ranks;
   the end of the step. A rank's part of a sum lies in them, or, once they are freed, in memory of its own.
 - The *optimizer's* state is there from the beginning: for all parameters of the rank, or for its part of those whose
   gradients are reduce-scattered.
-- A rank takes memory when it comes to an operation, and frees it when it comes to the Free: it has then computed all
-  that stands before it. If the value is still in use, as by a sum that is under way, it is freed when that has ended.
-  What happens at one moment happens in the order of the program.
+- A rank frees a value when it comes to the Free: it has then computed all that stands before it. If the value is still
+  in use, as by a sum that is under way, it is freed when that has ended. What happens at one moment happens in the
+  order of the program.
 - An *activation* is a stage's output, from its forward until the backward of the stage's weights has ended.
 - *In flight* is what the rank is sending to another.
 
@@ -323,9 +323,10 @@ class _Account:
         if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket):
             self._keep_part(op.value.index, event)
         if isinstance(op, AllGather) and op.value in self._freed and isinstance(op.value, Parameters):
-            # A rank takes the memory when it asks, before the other ranks come.
+            # A real rank takes the memory when it asks, before the other ranks come; a simulated one when it begins.
+            moment = event.asked if self._measured else event.start
             for stage in range(*self._goal.buckets[op.value.index]):
-                self._change("parameters", event.asked, self._sizes.of_gathered(stage))
+                self._change("parameters", moment, self._sizes.of_gathered(stage))
 
     def _keep_part(self, index: int, event: Event) -> None:
         """A part of the sum needs memory of its own where the whole gradients are let go."""
@@ -334,7 +335,7 @@ class _Account:
         if frees and index not in self._parts:
             self._parts.add(index)
             for stage in stages:
-                self._add("gradients", stage, event.asked, 1 / self._shards[index])
+                self._add("gradients", stage, event.start, 1 / self._shards[index])
 
     def _free(self, value: Value, time: float) -> None:
         if isinstance(value, Delta):
