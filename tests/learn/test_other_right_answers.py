@@ -40,6 +40,26 @@ RIGHT = {
     "manual-averaging": {
         "in place": {"parameter.grad = total / sum(samples)": "parameter.grad.copy_(total / sum(samples))"},
     },
+    "replicas": {
+        "every third sample": {
+            "torch.arange(len(targets)).tensor_split(len(devices))": (
+                "[slice(first, None, len(devices)) for first in range(len(devices))]"
+            )
+        },
+        "the replica without samples computes, too": {
+            "        if len(targets) == 0:\n            losses.append(torch.zeros(()))\n            continue\n": ""
+        },
+        "all forwards first, and one list of means": {
+            "        loss.backward()\n        losses.append(loss.detach())\n": "        losses.append(loss)\n",
+            "    return losses\n": (
+                "    for loss in losses:\n        if loss.requires_grad:\n            loss.backward()\n    return losses\n"
+            ),
+            "                total += parameter.grad.cpu() * seen\n": (
+                "                total.add_(parameter.grad.to('cpu'), alpha=seen / sum(samples))\n"
+            ),
+            "(total / sum(samples)).to(parameter.device)": "total.to(parameter.device, copy=True)",
+        },
+    },
     "comms": {
         "from neighbour to neighbour": {BROADCAST: ALONG_A_LINE},
         "barrier round the ring twice": {BARRIER: ROUND_TWICE},

@@ -91,6 +91,7 @@ def _sv(number: int, stem: str, title: str, lesson: str) -> Exercise:
 
 EXERCISES = (
     _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
+    _dp(2, "replicas", "Copy the model to every device, and average through the CPU", "03_manual"),
     _dp(3, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
     _dp(4, "naive_all_reduce", "All-reduce through rank 0", "06_all_reduce"),
     _dp(5, "ring_all_reduce", "All-reduce round the ring", "06_all_reduce"),
