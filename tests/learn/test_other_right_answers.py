@@ -52,7 +52,7 @@ RIGHT = {
         "all forwards first, and one list of means": {
             "        loss.backward()\n        losses.append(loss.detach())\n": "        losses.append(loss)\n",
             "    return losses\n": (
-                "    for loss in losses:\n        if loss.requires_grad:\n            loss.backward()\n    return losses\n"
+                "    for loss in losses:\n        loss.requires_grad and loss.backward()\n    return losses\n"
             ),
             "                total += parameter.grad.cpu() * seen\n": (
                 "                total.add_(parameter.grad.to('cpu'), alpha=seen / sum(samples))\n"
@@ -133,6 +133,28 @@ RIGHT = {
             "bucket.request.wait()\n": "bucket.request.wait()\n            bucket.buffer /= self.comms.world_size\n",
         },
         "waited for twice": {"bucket.request.wait()\n": "bucket.request.wait()\n            bucket.request.wait()\n"},
+    },
+    "accumulation": {
+        "a counter instead of a switch": {
+            "before, self.quiet = self.quiet, True": "self.quiet += 1",
+            "self.quiet = before": "self.quiet -= 1",
+        },
+        "weighted at the end": {
+            " * (len(targets) / samples)": " * len(targets)",
+            "    hooks.finish()\n    return total\n": (
+                "    hooks.finish()\n    for parameter in hooks.parameters:\n"
+                "        parameter.grad /= samples\n    return total / samples\n"
+            ),
+        },
+        "one block for all but the last": {
+            "    for number, (inputs, targets) in enumerate(micro_batches, 1):\n": (
+                "    def one(inputs, targets):\n"
+                "        loss = loss_fn(model(inputs), targets) * (len(targets) / samples)\n"
+                "        loss.backward()\n        return loss.detach()\n\n    with hooks.no_sync():\n"
+                "        total = sum(one(*pair) for pair in micro_batches[:-1])\n"
+                "    total += one(*micro_batches[-1])\n    for number, (inputs, targets) in enumerate([]):\n"
+            )
+        },
     },
     "performance": {
         "hidden first": {
