@@ -35,6 +35,31 @@ NOT_USED = (
 )
 LEFT = "            if bucket.request is None:\n"
 CLONE = "parameter.grad = bucket.views[parameter].clone()"
+LEVELS = (
+    "    mine = next(ranks for ranks in hosts if comms.rank in ranks)\n    reduce_inside(tensor, mine, comms)\n"
+    "    if comms.rank == mine[0]:\n        all_reduce_between(tensor, [ranks[0] for ranks in hosts], comms)\n"
+    "    spread_inside(tensor, mine, comms)\n"
+)
+TWO_HALVES = """    mine = next(ranks for ranks in hosts if comms.rank in ranks)
+    for part, end in zip(tensor.tensor_split(2), (0, -1), strict=True):
+        ordered = mine[::-1] if end else mine
+        reduce_inside(part, ordered, comms)
+        if comms.rank == ordered[0]:
+            all_reduce_between(part, [ranks[end] for ranks in hosts], comms)
+        spread_inside(part, ordered, comms)
+"""
+LEADERS_IN_A_RING = """    count, place = len(leaders), leaders.index(comms.rank)
+    slices = tensor.tensor_split(count)
+    for step in range(2 * (count - 1)):
+        send, receive = slices[(place - step) % count], slices[(place - step - 1) % count]
+        request = comms.isend(send, leaders[(place + 1) % count])
+        came = comms.recv_tensor(receive.shape, leaders[place - 1], tensor.dtype)
+        request.wait()
+        if step < count - 1:
+            receive.add_(came)
+        else:
+            receive.copy_(came)
+"""
 
 RIGHT = {
     "manual-averaging": {
@@ -91,6 +116,26 @@ RIGHT = {
             COPY: ("slices[(rank + 1 - step) % ranks].copy_(pass_on(rank + 2 - step, rank + 1 - step))"),
             ADD: "slices[(rank - step) % ranks].add_(pass_on(rank + 1 - step, rank - step))",
         },
+    },
+    "hierarchical-all-reduce": {
+        "the last rank speaks for its host": {
+            "leader, *others = ranks": "*others, leader = ranks",
+            "mine[0]": "mine[-1]",
+            "ranks[0] for": "ranks[-1] for",
+        },
+        "along a line inside": {
+            "    leader, *others = ranks\n    if comms.rank != leader:\n        comms.send_tensor(tensor, leader)\n"
+            "        return\n    for other in others:\n"
+            "        tensor.add_(comms.recv_tensor(tensor.shape, other, tensor.dtype))\n": (
+                "    place = ranks.index(comms.rank)\n    if place + 1 < len(ranks):\n"
+                "        tensor.add_(comms.recv_tensor(tensor.shape, ranks[place + 1], tensor.dtype))\n"
+                "    if place:\n        comms.send_tensor(tensor, ranks[place - 1])\n"
+            )
+        },
+        "a ring of the leaders": {
+            "    reduce_inside(tensor, leaders, comms)\n    spread_inside(tensor, leaders, comms)\n": LEADERS_IN_A_RING
+        },
+        "two ranks of a host share the work": {LEVELS: TWO_HALVES},
     },
     "model-and-main": {
         "every third sample": {"slice(begin, end)": "slice(comms.rank, None, comms.world_size)"},

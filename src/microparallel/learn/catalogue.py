@@ -95,6 +95,9 @@ EXERCISES = (
     _dp(3, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
     _dp(4, "naive_all_reduce", "All-reduce through rank 0", "06_all_reduce"),
     _dp(5, "ring_all_reduce", "All-reduce round the ring", "06_all_reduce"),
+    _dp(
+        6, "hierarchical_all_reduce", "All-reduce between hosts, with as little as possible in between", "06_all_reduce"
+    ),
     _dp(8, "model_and_main", "Train one model on several ranks", "07_naive"),
     _dp(9, "hooks", "Average each gradient as soon as it is there", "08_hooks"),
     _dp(10, "buckets", "Send gradients in buckets, while backward still computes", "09_bucketing"),
