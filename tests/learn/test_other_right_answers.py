@@ -35,6 +35,14 @@ NOT_USED = (
 )
 LEFT = "            if bucket.request is None:\n"
 CLONE = "parameter.grad = bucket.views[parameter].clone()"
+EXCHANGE = (
+    "    peers = [rank for rank in range(comms.world_size) if rank != comms.rank]\n"
+    "    requests = [comms.isend(parts[peer], peer) for peer in peers if len(parts[peer])]\n"
+    "    received = [part.new_empty(0, *part.shape[1:]) for part in parts]\n"
+    "    received[comms.rank] = parts[comms.rank]\n    for peer in peers:\n        if rows[peer]:\n            "
+    "received[peer] = comms.recv_tensor((rows[peer], *parts[peer].shape[1:]), peer, parts[peer].dtype)\n"
+    "    for request in requests:\n        request.wait()\n    return received\n"
+)
 LEVELS = (
     "    mine = next(ranks for ranks in hosts if comms.rank in ranks)\n    reduce_inside(tensor, mine, comms)\n"
     "    if comms.rank == mine[0]:\n        all_reduce_between(tensor, [ranks[0] for ranks in hosts], comms)\n"
@@ -136,6 +144,30 @@ RIGHT = {
             "    reduce_inside(tensor, leaders, comms)\n    spread_inside(tensor, leaders, comms)\n": LEADERS_IN_A_RING
         },
         "two ranks of a host share the work": {LEVELS: TWO_HALVES},
+    },
+    "all-to-all": {
+        "receives begin first, and empty messages are sent": {
+            EXCHANGE: "    others = [rank for rank in range(comms.world_size) if rank != comms.rank]\n"
+            "    receives = [comms.irecv((rows[one], *parts[0].shape[1:]), one, parts[0].dtype) for one in others]\n"
+            "    for one in others:\n        comms.send_tensor(parts[one], one)\n"
+            "    received = dict(zip(others, (one.wait() for one in receives)))\n"
+            "    return [received.get(rank, parts[rank]) for rank in range(comms.world_size)]\n"
+        },
+        "one expert call for each rank": {
+            "outputs = expert(torch.cat(arrived))": "outputs = torch.cat([expert(part) for part in arrived])"
+        },
+        "sorted back by the inverse": {
+            "    result = torch.empty_like(tokens)\n    result[order] = torch.cat(returned)\n    return result\n": (
+                "    return torch.cat(returned)[order.argsort()]\n"
+            )
+        },
+        "every rank gets the whole table of counts": {
+            "    one_each = [torch.tensor([count]) for count in counts]\n": "",
+            "torch.cat(exchange(one_each, [1] * comms.world_size, comms)).tolist()": (
+                "[int(row[comms.rank]) for row in exchange([torch.tensor(counts)] * comms.world_size, "
+                "[comms.world_size] * comms.world_size, comms)]"
+            ),
+        },
     },
     "model-and-main": {
         "every third sample": {"slice(begin, end)": "slice(comms.rank, None, comms.world_size)"},

@@ -98,6 +98,7 @@ EXERCISES = (
     _dp(
         6, "hierarchical_all_reduce", "All-reduce between hosts, with as little as possible in between", "06_all_reduce"
     ),
+    _dp(7, "all_to_all", "Send every token to the rank of its expert, and back", "05_sync_primitives"),
     _dp(8, "model_and_main", "Train one model on several ranks", "07_naive"),
     _dp(9, "hooks", "Average each gradient as soon as it is there", "08_hooks"),
     _dp(10, "buckets", "Send gradients in buckets, while backward still computes", "09_bucketing"),
