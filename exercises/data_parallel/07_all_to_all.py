@@ -43,7 +43,7 @@ def exchange(parts: list[torch.Tensor], rows: list[int], comms: mp.Comms) -> lis
 def sort_by_rank(ranks: torch.Tensor, world_size: int) -> tuple[torch.Tensor, list[int]]:
     """The order in which the tokens leave, those for rank 0 first; and how many there are for each rank.
 
-    ranks: for each token, the rank of its expert; of [1, 0, 1, 2] the order is [1, 0, 2, 3], and the counts are [1, 2, 1]
+    ranks: for each token, the rank of its expert; of [1, 0, 1, 2] the order is [1, 0, 2, 3], the counts are [1, 2, 1]
     """
     # torch can sort, and can count how often each number occurs. How many counts are there if the last expert gets
     # no token?

@@ -233,6 +233,31 @@ RIGHT = {
             )
         },
     },
+    "parameter-averaging": {
+        "one flat message": {
+            "        for tensor in [*self.parameters(), *self.buffers(), *self.optimizer_state()]:\n"
+            '            self.comms.all_reduce(tensor, op="mean")\n': (
+                "        tensors = [*self.parameters(), *self.buffers(), *self.optimizer_state()]\n"
+                "        flat = torch.cat([one.flatten().double() for one in tensors])\n"
+                "        self.comms.all_reduce(flat)\n        flat /= self.comms.world_size\n"
+                "        for one, mean in zip(tensors, flat.split([one.numel() for one in tensors])):\n"
+                "            one.copy_(mean.view_as(one))\n"
+            )
+        },
+        "no count of Adam's steps, and without autograd": {
+            "            if isinstance(value, torch.Tensor)\n": (
+                "            if isinstance(value, torch.Tensor) and value.dim()\n"
+            ),
+            "    def average(self)": "    @torch.no_grad()\n    def average(self)",
+            "[parameter.detach() for parameter in self.model.parameters()]": "[*self.model.parameters()]",
+        },
+        "a countdown": {
+            "        self.steps = 0  # how": "        self.steps = every  # how",
+            "        self.steps += 1\n        if self.steps % self.every == 0:\n": (
+                "        self.steps -= 1\n        if not self.steps:\n            self.steps = self.every\n"
+            ),
+        },
+    },
     "performance": {
         "hidden first": {
             "seconds(spans) - exposed(spans, compute)": "seconds(spans) + seconds(compute) - seconds(compute + spans)"

@@ -103,6 +103,7 @@ EXERCISES = (
     _dp(9, "hooks", "Average each gradient as soon as it is there", "08_hooks"),
     _dp(10, "buckets", "Send gradients in buckets, while backward still computes", "09_bucketing"),
     _dp(11, "accumulation", "Add up gradients over micro-batches, and send them once", "10_batching"),
+    _dp(12, "parameter_averaging", "Average weights every few steps, and all that belongs to them", "10_batching"),
     _dp(13, "performance", "Say where the time of a step went", "11_performance"),
     _pp(1, "manual_split", "Cut a model in two and hand the gradient over", "02_manual"),
     _pp(2, "ping_pong", "Pass a tensor back and forth", "03_ping_pong"),

@@ -56,6 +56,8 @@ _OURS = [
     "microparallel.course.naive.sum_gradients",
     "microparallel.data_parallel.replicate.replicate",
     "microparallel.course.shortcuts.accumulated_step",
+    "microparallel.course.shortcuts.accumulate",
+    "microparallel.course.shortcuts.ParameterAveraging.__init__",
     "microparallel.course.hooks.OneGradient.__init__",
     "microparallel.course.hooks.GradientHooks.__init__",
     "microparallel.data_parallel.bucket.FlatBucket.__init__",
