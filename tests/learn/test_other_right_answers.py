@@ -263,6 +263,21 @@ RIGHT = {
             "seconds(spans) - exposed(spans, compute)": "seconds(spans) + seconds(compute) - seconds(compute + spans)"
         },
     },
+    "read-a-hang": {
+        "along the arrows from any rank that waits": {
+            "    waited_for = {rank for one in flights for rank in waits_for(one, flights)}\n"
+            "    culprit = next(one for one in flights if one.rank in waited_for and not waits_for(one, flights))\n": (
+                "    by_rank = {one.rank: one for one in flights}\n"
+                "    culprit = next(one for one in flights if waits_for(one, flights))\n"
+                "    while waits_for(culprit, flights):\n"
+                "        culprit = by_rank[waits_for(culprit, flights)[-1]]\n"
+            )
+        },
+        "only the last collectives are compared": {
+            "    for _, calls in sorted(made.items()):\n": "    for _, calls in sorted(made.items())[-1:]:\n"
+        },
+        "by what must agree": {"call.text": "call.agreement"},
+    },
 }
 
 

@@ -28,8 +28,8 @@ import microparallel as mp
 class ParameterAveraging:
     """Make all ranks the same after every few steps; in between they train alone.
 
-    You have comms.all_reduce(tensor, op="mean"), which replaces the tensor by its average over the ranks, in place. If you
-    write into a parameter yourself, write into parameter.detach(): the same memory, which autograd does not watch.
+    You have comms.all_reduce(tensor, op="mean"), which replaces the tensor by its average over the ranks, in place. If
+    you write into a parameter yourself, write into parameter.detach(): the same memory, which autograd does not watch.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, comms: mp.Comms, every: int) -> None:

@@ -105,6 +105,9 @@ EXERCISES = (
     _dp(11, "accumulation", "Add up gradients over micro-batches, and send them once", "10_batching"),
     _dp(12, "parameter_averaging", "Average weights every few steps, and all that belongs to them", "10_batching"),
     _dp(13, "performance", "Say where the time of a step went", "11_performance"),
+    Exercise(
+        "read-a-hang", "data_parallel", "14_read_a_hang.py", "Say which rank of a hang is to blame", "seeing/hangs"
+    ),
     _pp(1, "manual_split", "Cut a model in two and hand the gradient over", "02_manual"),
     _pp(2, "ping_pong", "Pass a tensor back and forth", "03_ping_pong"),
     _pp(3, "pipeline_comms", "Send a tensor to a neighbour who does not know its shape", "03_ping_pong"),
