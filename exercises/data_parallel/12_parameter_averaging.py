@@ -1,4 +1,4 @@
-"""Average weights every few steps, and all that belongs to them.
+"""Average weights every few steps, with all their state.
 
 Averaging gradients costs an all-reduce in every step. Here every rank trains on its own for some steps, as if it were
 alone, and then the ranks average their *weights*:

@@ -125,7 +125,7 @@ RIGHT = {
             ADD: "slices[(rank - step) % ranks].add_(pass_on(rank + 1 - step, rank - step))",
         },
     },
-    "hierarchical-all-reduce": {
+    "hierarchical": {
         "the last rank speaks for its host": {
             "leader, *others = ranks": "*others, leader = ranks",
             "mine[0]": "mine[-1]",

@@ -1,4 +1,4 @@
-"""All-reduce between hosts, with as little as possible in between.
+"""All-reduce with few bytes between hosts.
 
 Two ranks on one host share its memory. Between two hosts there is a network, which is many times slower, and all ranks
 of a host share it. A ring through all ranks does not know that: with 2 hosts of 2 ranks it sends 3 times the tensor
@@ -15,7 +15,7 @@ the tensor once in each direction. Inside of a host you may send what you like.
 
 The check measures this limit, and accepts any form that keeps it. It wants the same bits on every rank.
 
-Lesson: docs/data_parallel/06_all_reduce.md            Check it: microparallel learn check hierarchical-all-reduce
+Lesson: docs/data_parallel/06_all_reduce.md            Check it: microparallel learn check hierarchical
 """
 
 import torch

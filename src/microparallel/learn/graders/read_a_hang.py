@@ -36,6 +36,8 @@ def _read(learner: Any, _: Any, runs: list[HungRun]) -> None:
     for run in runs:
         try:
             returned = learner.read_a_hang(list(run.flights))
+        except NotImplementedError:
+            raise
         except Exception:
             print("the flights at which it stopped:", *_drawn(run), sep="\n")
             raise
