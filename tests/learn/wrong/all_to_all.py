@@ -29,7 +29,11 @@ ANSWERS = [
         "in receive, and nobody sends: every rank waits for another",
     ),
     Answer("nobody waits for the sends", {WAIT: ""}, "and never waited for it"),
-    Answer("the own part lost", {OWN: ""}, "rank 0: place 0 of what exchange returns has shape [0, 2]"),
+    Answer(
+        "the own part lost",
+        {OWN: ""},
+        "place 0 of what exchange returns should be this rank's own part, 2 rows, and has 0",
+    ),
     Answer(
         "sent to itself",
         {"if rank != comms.rank]": "]"},

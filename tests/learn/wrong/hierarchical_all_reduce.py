@@ -90,7 +90,7 @@ ANSWERS = [
                 "tensor.copy_(comms.recv_tensor(tensor.shape, other, tensor.dtype))"
             )
         },
-        "put in",
+        "rank 0 has only rank 3's numbers: what came replaced what was there",
     ),
     Answer(
         "the result is added to",

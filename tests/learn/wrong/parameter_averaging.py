@@ -15,7 +15,7 @@ ANSWERS = [
         "rank 0 averages after steps 1, 4, 7, and should after steps 3, 6",
         quick=True,
     ),
-    Answer("never", {COUNT: "        self.steps += 1\n"}, "of 7 steps rank 0 averages never"),
+    Answer("never", {COUNT: "        self.steps += 1\n"}, "of 7 steps rank 0 never averages"),
     Answer("the sum", {', op="mean"': ""}, "0.weight is the sum over the ranks"),
     Answer(
         "a clone is averaged",

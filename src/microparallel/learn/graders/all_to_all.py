@@ -65,6 +65,10 @@ def _exchange(learner: Any, comms: Any, rows: Sequence[Sequence[int]]) -> None:
         for sender in range(comms.world_size):
             if sender != source and rows[sender][me] and torch.equal(one, _part(sender, me, rows[sender][me])):
                 raise Wrong(f"{what} came from rank {sender}: place r is for what rank r has sent")
+        if source == me and len(one) != len(expected):
+            raise Wrong(
+                f"{what} should be this rank's own part, {len(expected)} rows, and has {len(one)}: it stays here"
+            )
         known = [
             Suspect(_part(me, to, rows[me][to]), f"{what} is what this rank itself has for rank {to}")
             for to in ranks

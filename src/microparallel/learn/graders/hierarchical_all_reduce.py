@@ -85,6 +85,11 @@ def _in_words(rank: int, counts: Sequence[int], hosts: Hosts, right: Sequence[in
             f"rank {rank} has the sum of its own host, ranks {listed(sorted(mine))}, and of no other: the hosts' sums "
             "must be added between the hosts, and on both sides"
         )
+    if len(inside) == 1 and sum(map(len, hosts)) > 1:
+        return (
+            f"rank {rank} has only rank {inside.pop()}'s numbers: what came replaced what was there, and the rest is "
+            "lost; add it (add_)"
+        )
     if inside and inside.isdisjoint(mine):
         return (
             f"rank {rank} has only what {counted_in_words(counts)} put in, on another host: the sum that came replaced "

@@ -106,9 +106,9 @@ def _require_moments(found: list[list[_Step]], every: int, notes: list[str]) -> 
         sent = [number for number, step in enumerate(steps, 1) if step.messages]
         right = [number for number in range(1, len(steps) + 1) if number % every == 0]
         if sent != right:
-            when = f"after steps {listed(sent)}" if sent else "never"
+            when = f"averages after steps {listed(sent)}" if sent else "never averages"
             raise Wrong(
-                f"every={every}: of {len(steps)} steps rank {rank} averages {when}, and should after steps "
+                f"every={every}: of {len(steps)} steps rank {rank} {when}, and should after steps "
                 f"{listed(right)}: count the step first, then ask whether `every` divides their number"
             )
     _require_averages(found, every)

@@ -105,7 +105,7 @@ def _why_reason(run: HungRun) -> str:
 
 def _drawn(run: HungRun) -> list[str]:
     """The flights of a run, a line for each rank."""
-    return [f"rank {one.rank}   {_state(one):<9}{_calls(one)}" for one in run.flights]
+    return [f"rank {one.rank}   {_state(one):<12}{_calls(one)}" for one in run.flights]
 
 
 def _state(one: Snapshot) -> str:
