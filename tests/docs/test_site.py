@@ -17,12 +17,12 @@ import microparallel as mp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "seeing")
+TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "real_machines", "seeing")
 LESSONS = sorted(lesson for track in TRACKS for lesson in DOCS.glob(f"{track}/*.md"))
 PARTS = ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercise", "Quiz"]
 ATTEMPT_FIRST = ["Predict", "What you need", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]
 PARTS_OF = dict.fromkeys(
-    ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu"), ATTEMPT_FIRST
+    ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "real_machines"), ATTEMPT_FIRST
 )
 
 
