@@ -124,6 +124,7 @@ EXERCISES = (
     _fb(3, "powersgd", "Two thin matrices instead of a gradient", "02_send_only_what_matters"),
     _sv(1, "kill_and_resume", "Die at any moment, and end with the same weights", "01_what_if_a_rank_dies"),
     _cap(1, "trainer", "A data-parallel trainer that survives a kill, from an empty file"),
+    _cap(2, "gpt_pipeline", "A pipeline for a small GPT, within a limit of memory"),
 )
 
 
