@@ -125,6 +125,7 @@ EXERCISES = (
     _sv(1, "kill_and_resume", "Die at any moment, and end with the same weights", "01_what_if_a_rank_dies"),
     _cap(1, "trainer", "A data-parallel trainer that survives a kill, from an empty file"),
     _cap(2, "gpt_pipeline", "A pipeline for a small GPT, within a limit of memory"),
+    _cap(3, "beat_1f1b", "A schedule that beats 1F1B on an uneven machine"),
 )
 
 
