@@ -17,11 +17,22 @@ import microparallel as mp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "seeing")
+TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "seeing", "capstones")
 LESSONS = sorted(lesson for track in TRACKS for lesson in DOCS.glob(f"{track}/*.md"))
 PARTS = ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercise", "Quiz"]
 PREDICT_FIRST = ["Predict", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]
-PARTS_OF = dict.fromkeys(("sharding", "fewer_bytes", "surviving", "one_gpu"), PREDICT_FIRST)
+OF_A_CAPSTONE = [
+    "What you need",
+    "The contract",
+    "How it is judged",
+    "Milestones",
+    "What goes wrong",
+    "The answer",
+    "Quiz",
+]
+PARTS_OF = dict.fromkeys(("sharding", "fewer_bytes", "surviving", "one_gpu"), PREDICT_FIRST) | {
+    "capstones": OF_A_CAPSTONE
+}
 
 
 @pytest.mark.timeout(150)

@@ -47,7 +47,7 @@ def _note(machine: Machine, makespan: float) -> str:
 
 
 def _judged(exam: Exam, machine: Machine) -> float:
-    """How long the learner's step takes on a machine; refused, with the call that shows it, unless it beats 1F1B."""
+    """How long the learner's step takes on a machine; refused unless it beats 1F1B."""
     try:
         [text] = exam.run(_written, 1, machine, timeout=_SECONDS)
         program = _read(text)
@@ -62,7 +62,8 @@ def _judged(exam: Exam, machine: Machine) -> float:
                 f"{machine.of_1f1b:g}. Where does the slowest rank wait, and for what? mp.draw(mp.simulate(…)) shows it"
             )
     except Wrong as wrong:
-        raise Wrong(f"{wrong}\n  {machine.call}") from None
+        hidden = machine is not _SHOWN  # then the learner is told how to see it, too
+        raise Wrong(f"{wrong}\n  {machine.call}" if hidden else str(wrong)) from None
     return trace.makespan
 
 
