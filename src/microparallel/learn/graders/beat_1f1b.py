@@ -26,7 +26,7 @@ _LEAST = 1e-9  # of the makespan: what counts as shorter
 
 def check(exam: Exam) -> None:
     """The machine that is shown; then each of the others; then how near the best known all of them are."""
-    with exam.step("the machine of the lesson: a right program, which keeps to the limit, and beats 1F1B") as notes:
+    with exam.step("the machine of the lesson: right, within its limit, shorter than 1F1B") as notes:
         notes.append(_note(_SHOWN, _judged(exam, _SHOWN)))
     over = {}
     for machine in MACHINES:

@@ -74,7 +74,7 @@ class Outcome:
 def check(exam: Exam) -> None:
     """The cut; numbers; memory and time; then other shapes."""
     case = Case(3, 6, 12, 6)
-    with exam.step("three ranks, eight layers: each layer on one rank, and nothing else in its memory") as notes:
+    with exam.step("eight layers on three ranks, each on one, and nothing else in memory") as notes:
         outcomes = _run(exam, case, steps=0)
         notes.append(_require_cut(case, outcomes))
     with exam.step("six micro-batches: the loss and the gradients of one process"):
