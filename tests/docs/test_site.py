@@ -132,7 +132,7 @@ def test_a_lesson_has_its_parts(lesson):
     kinds = {block.kind for block in pages.blocks_of(lesson)}
     assert kinds & {"draw", "step"} or "![" in text.split("## The code")[0]
     assert kinds & {"include", "python"}
-    if parts is not PARTS:  # a place for the guess, and what is right is folded away
+    if parts is PREDICT_FIRST:  # a place for the guess, and what is right is folded away
         guess = text.split("## Predict")[1].split("## Attempt")[0]
         assert 'class="guess"' in guess
         assert re.search(r"^\?\?\? tip", text, re.MULTILINE)

@@ -79,6 +79,11 @@ class Machine:
         """How long the shortest step takes that the search has found."""
         return float(_found()[self.name]["makespan"])
 
+    @property
+    def best_known_words(self) -> list[str]:
+        """The orders of that step."""
+        return list(_found()[self.name]["words"])
+
     def program(self, words: Sequence[str]) -> Program:
         """The program of these orders."""
         goal = TrainingStep(self.ranks, self.microbatches)
