@@ -33,8 +33,7 @@ What must hold:
      takes. It goes on from the last complete checkpoint, and in the end the weights are those of
      an undisturbed run, bit for bit.
 
-Everything in `comms` may be used; the library's own trainers, samplers of ranks and checkpoints
-may not.
+Everything in `comms` may be used; the library's own trainers, samplers and checkpoints may not.
 
 Lesson: docs/capstones/01_trainer.md          Check it: microparallel learn check trainer
 """

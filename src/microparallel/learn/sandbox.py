@@ -42,6 +42,7 @@ _OURS = [
     "microparallel.world.launch.launch",
     "microparallel.world.launch.Pool.__init__",
     "microparallel.train.checkpointer.Checkpointer.__init__",
+    "microparallel.train.sampler.ShardedSampler.__init__",
     "microparallel.comms.wire.write_headers",
     "microparallel.comms.wire.read_headers",
     "microparallel.comms.in_process.all_reduce_in_process",

@@ -23,6 +23,11 @@ ANSWERS = [
         "calls microparallel.data_parallel.wrapper.DataParallel: the point is to write it yourself",
     ),
     Answer(
+        "the library's own sampler",
+        {"    done = restore": "    mp.ShardedSampler(24, 10, comms=comms)\n    done = restore"},
+        "calls microparallel.train.sampler.ShardedSampler: the point is to write it yourself",
+    ),
+    Answer(
         "every rank counts the same",
         {WEIGHT: " / comms.world_size\n"},
         "every rank counts the same, but their shares have different numbers of samples",
