@@ -32,7 +32,7 @@ OF_A_CAPSTONE = [
     "Quiz",
 ]
 PARTS_OF = dict.fromkeys(("sharding", "fewer_bytes", "surviving", "one_gpu"), PREDICT_FIRST)
-PARTS_OF |= dict.fromkeys(("data_parallel",), ATTEMPT_FIRST) | {"capstones": OF_A_CAPSTONE}
+PARTS_OF |= dict.fromkeys(("data_parallel", "pipeline"), ATTEMPT_FIRST) | {"capstones": OF_A_CAPSTONE}
 
 
 @pytest.mark.timeout(150)
