@@ -56,7 +56,8 @@ def train_step(
     mine = my_samples(len(inputs), comms)
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine])  # the mean over my own samples
-    mean_loss = loss.detach().clone()  # of my own samples as yet
+    # Of my own samples as yet. The mean over no samples is NaN; a rank without any begins with 0.
+    mean_loss = loss.detach().clone() if len(inputs[mine]) else torch.zeros_like(loss)
     # ┌ hole
     #: # Backward; then the gradients of all ranks, and mean_loss too, become those of the whole batch, in place.
     #: # Think: ranks may have different numbers of samples. How much does this rank's mean count?

@@ -48,17 +48,26 @@ ANSWERS = [
         "shall return None, and returned",
     ),
     Answer("not a copy", {"tensor.clone() if": "tensor if"}, "put a clone into the list"),
-    Answer("barrier one way", {BARRIER: "    gather(token, 0, comms)\n"}, "you must also wait for leave", True),
-    Answer("barrier the other way", {BARRIER: "    broadcast(token, 0, comms)\n"}, "rank 0 never heard from everybody"),
     Answer(
-        "leave is given too early",
+        "barrier one way",
+        {BARRIER: "    gather(token, 0, comms)\n"},
+        "wait until rank 0 answers that all have arrived",
+        True,
+    ),
+    Answer(
+        "barrier the other way",
+        {BARRIER: "    broadcast(token, 0, comms)\n"},
+        "rank 0 answered, but it never heard from everybody",
+    ),
+    Answer(
+        "the answer is given too early",
         {
             BARRIER: "    for peer in others(0, comms):\n        if comms.rank == 0:\n"
             "            comms.recv_tensor(1, peer)\n            comms.send_tensor(token, peer)\n"
             "        elif comms.rank == peer:\n"
             "            comms.send_tensor(token, 0)\n            comms.recv_tensor(1, 0)\n"
         },
-        "give leave only after it has heard from everybody",
+        "answer only after it has heard from everybody",
     ),
     Answer(
         "everybody waits first",

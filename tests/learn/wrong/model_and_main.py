@@ -82,6 +82,11 @@ ANSWERS = [
         "the loss is the plain mean",
     ),
     Answer(
+        "no samples, no number",
+        {"loss.detach().clone() if len(inputs[mine]) else torch.zeros_like(loss)": "loss.detach().clone()"},
+        "the mean over no samples is NaN",
+    ),
+    Answer(
         "two losses",
         {"return mean_loss.item()": "return torch.stack([mean_loss, mean_loss])"},
         "should be one number, and is a tensor of shape [2]",

@@ -219,10 +219,10 @@ def _why(rank: int, rows: list[Row]) -> str:
             "small tensor may leave before its receiver asks for it"
         )
     if not received[rank]:
-        return "to tell the others that you are there is not enough, you must also wait for leave to go on"
+        return "to tell rank 0 that you are there is not enough: wait until rank 0 answers that all have arrived"
     if received[0] < _RANKS - 1:
-        return "leave was given, but rank 0 never heard from everybody; it must know that all have arrived"
-    return "rank 0 may give leave only after it has heard from everybody"
+        return "rank 0 answered, but it never heard from everybody: first it must know that all have arrived"
+    return "rank 0 may answer only after it has heard from everybody"
 
 
 # ── all three together ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +39,12 @@ def check(exam: Exam) -> None:
         _require_samples(exam, 2, [8, 2])
         _require_samples(exam, 3, [9, 7, 11])
     with exam.step("a step of two ranks is that of one process"):
-        _require_steps(exam, 2, 8, 1)
-    with exam.step("so are three steps of three ranks, with 7 samples") as notes:
-        _require_steps(exam, 3, 7, 3)
+        _require_steps(exam, 2, [8])
+    with exam.step("so are three steps of three ranks, with 7, 7 and 2 samples") as notes:
+        _require_steps(exam, 3, [7, 7, 2])
         notes.append("all ranks have the same weights, to the last bit")
     with exam.step("and in a world of one"):
-        _require_steps(exam, 1, 4, 2)
+        _require_steps(exam, 1, [4, 4])
 
 
 # ── the start ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -127,14 +128,14 @@ class _Found:
     parameters_reduced: int  # the line where a parameter was all-reduced instead of its gradient; 0 if that is not so
 
 
-def _train(learner: Any, comms: Any, samples: int, steps: int) -> list[_Found]:
+def _train(learner: Any, comms: Any, sizes: list[int]) -> list[_Found]:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     seen: list[int] = []
     model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     places = {parameter.data_ptr() for parameter in model.parameters()}
     found = []
-    for step in range(steps):
+    for step, samples in enumerate(sizes):
         loss = learner.train_step(model, optimizer, *batch(samples, step), comms)
         value = require_number(loss, "the mean loss that train_step returns")
         lines = [one.line for one in calls(comms.row, "all_reduce", "all_reduce_mean") if one.address in places]
@@ -143,19 +144,22 @@ def _train(learner: Any, comms: Any, samples: int, steps: int) -> list[_Found]:
     return found
 
 
-def _require_steps(exam: Exam, ranks: int, samples: int, steps: int) -> None:
-    found = exam.run(_train, ranks, samples, steps, allowed=_ALLOWED)
-    expected = steps_of_one_process(small_model(), [batch(samples, step) for step in range(steps)])
-    mine = [one[0] for one in exam.run(_samples, ranks, [samples], allowed=_ALLOWED)]
+def _require_steps(exam: Exam, ranks: int, sizes: list[int]) -> None:
+    """Compare a step for each size of batch with one process."""
+    found = exam.run(_train, ranks, sizes, allowed=_ALLOWED)
+    expected = steps_of_one_process(small_model(), [batch(samples, step) for step, samples in enumerate(sizes)])
+    shared = exam.run(_samples, ranks, sizes, allowed=_ALLOWED)
     for number, step in enumerate(expected):
+        mine = [one[number] for one in shared]
         for rank in range(ranks):
             _require_step(found[rank][number], step, mine, rank, f"step {number + 1}, rank {rank}")
-    for number in range(steps):
+    for number in range(len(sizes)):
         require_same_weights([one[number].weights for one in found], f"after step {number + 1}")
 
 
 def _require_step(found: _Found, step: WholeBatchStep, mine: list[list[int]], rank: int, where: str) -> None:
-    losses, own = zip(*(step.of(samples) for samples in mine), strict=True)
+    means, own = zip(*(step.of(samples) for samples in mine), strict=True)
+    losses = [mean if samples else 0.0 for mean, samples in zip(means, mine, strict=True)]
     shares = [len(samples) / step.samples for samples in mine]
     labels = names(small_model())
     if found.parameters_reduced and len(mine) > 1:
@@ -214,6 +218,10 @@ def _weight_suspects(
 
 
 def _require_loss(found: float, losses: Sequence[float], shares: list[float], rank: int, where: str) -> None:
+    if math.isnan(found) and 0 in shares:
+        raise Wrong(
+            f"{where}: the loss is NaN: the mean over no samples is NaN, and so is NaN · 0; a rank without any adds 0"
+        )
     expected = sum(loss * share for loss, share in zip(losses, shares, strict=True))
     mistakes = {
         f"{where}: the loss is this rank's own: average it over the ranks too": losses[rank],
