@@ -5,7 +5,7 @@ from answers import Answer
 
 from microparallel.learn.catalogue import find_exercise
 
-START = 'self.requests.append(self.comms.all_reduce(parameter.grad, op="mean", async_op=True))'
+START = 'self.requests.append(self.comms.all_reduce(gradient, op="mean", async_op=True))'
 SEND = "        request = comms.isend(slices[send % ranks], after)\n"
 FIRST = "        if rank % 2 == 0 and rank != ranks - 1:\n            comms.send_tensor(slices[send % ranks], after)\n"
 LATER = FIRST.replace("if rank % 2 == 0 and rank != ranks - 1", "if rank % 2 == 1 or rank == ranks - 1")
@@ -93,11 +93,27 @@ RIGHT = {
             "hook(self.on_gradient)": "hook(lambda _, parameter=parameter: self.on_gradient(parameter))"
         },
         "divided before": {
-            START: "parameter.grad /= self.comms.world_size\n        " + START.replace(', op="mean"', ""),
+            START: "gradient /= self.comms.world_size\n            " + START.replace(', op="mean"', ""),
         },
         "waits with a limit": {"request.wait()": "request.wait(timeout=10)"},
         "a ring by name": {'op="mean", async_op': 'op="mean", algorithm="ring", async_op'},
         "another list": {"self.requests.clear()": "self.requests = []"},
+        "a buffer of its own for each": {
+            START: (
+                "buffer = gradient.clone()\n"
+                "            self.requests.append(self.comms.all_reduce(buffer, op='mean', async_op=True))\n"
+                "            self.buffers = [*getattr(self, 'buffers', []), (self.order[len(self.requests) - 1], buffer)]"
+            ),
+            "            request.wait()\n": (
+                "            request.wait()\n        for parameter, buffer in self.buffers:\n"
+                "            parameter.grad.copy_(buffer)\n        self.buffers = []\n"
+            ),
+        },
+        "sorted by name": {
+            "[parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]": (
+                "[one for _, one in sorted(model.named_parameters(), reverse=True) if one.requires_grad]"
+            )
+        },
     },
     "buckets": {
         "views as gradients": {
