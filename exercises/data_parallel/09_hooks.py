@@ -19,7 +19,7 @@ is in it. But ranks have different samples, so a rank may skip a layer, or use t
 gradients come in another order, and some do not come at all:
 
     rank 0   backward of    layer 3    spare    layer 0              g3  gs  g0
-    rank 1   backward of    layer 3    layer 0                       g3  g0  …   gs meets g0, and then rank 0 waits for ever
+    rank 1   backward of    layer 3    layer 0                       g3  g0    gs meets g0, and rank 0 waits for ever
 
 So all ranks agree on one order before the first step. A gradient that comes early waits until those before it have
 left. A gradient that has not come when backward is over counts as zero, and is all-reduced all the same.

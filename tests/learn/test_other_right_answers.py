@@ -102,11 +102,11 @@ RIGHT = {
             START: (
                 "buffer = gradient.clone()\n"
                 "            self.requests.append(self.comms.all_reduce(buffer, op='mean', async_op=True))\n"
-                "            self.buffers = [*getattr(self, 'buffers', []), (self.order[len(self.requests) - 1], buffer)]"
+                "            self.pairs = [*getattr(self, 'pairs', []), (self.order[len(self.requests) - 1], buffer)]"
             ),
             "            request.wait()\n": (
-                "            request.wait()\n        for parameter, buffer in self.buffers:\n"
-                "            parameter.grad.copy_(buffer)\n        self.buffers = []\n"
+                "            request.wait()\n        for parameter, buffer in self.pairs:\n"
+                "            parameter.grad.copy_(buffer)\n        self.pairs = []\n"
             ),
         },
         "sorted by name": {

@@ -139,6 +139,21 @@ RIGHT = {
     ],
     "zero-bubble": [
         Answer(
+            "backward with names",
+            {
+                "return torch.autograd.grad(outputs, received, gradient, retain_graph=True)[0]": (
+                    "outputs.backward(gradient, inputs=[received], retain_graph=True)\n    return received.grad"
+                ),
+                "torch.autograd.grad(outputs, parameters, gradient), strict=True)": (
+                    "[0] * len(parameters), strict=False)"
+                ),
+                "        parameter.grad = new if parameter.grad is None else parameter.grad + new\n": (
+                    "        outputs.backward(gradient, inputs=parameters)\n        break\n"
+                ),
+            },
+            "",
+        ),
+        Answer(
             "a queue of those that wait",
             {
                 "    waiting = rank\n": "    waiting, queue = rank, []\n",

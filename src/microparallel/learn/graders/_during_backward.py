@@ -83,7 +83,8 @@ def watch(
 ) -> list[Pass]:
     """Train, on one rank, with the hooks that the learner attaches to the model; remove them, and do one more backward.
 
-    Where hooks are not removed (`removes`), the rank ends after its steps. When a pass fails, `explain` is called with what has happened until then and the error, and may raise a better one.
+    Where hooks are not removed (`removes`), the rank ends after its steps. When a pass fails, `explain` is called with
+    what has happened until then and the error, and may raise a better one.
     """
     model = make_model(kind)
     observed = _Observed(comms, kind, model, explain)
@@ -321,11 +322,8 @@ def require_hooks_fit(one: Pass) -> None:
                 f"line {reduce.call.line} all-reduces {reduce.parameter} itself: the hook is handed the parameter, and "
                 "it is the gradient that is averaged, parameter.grad"
             )
-    for place, reduce in zip(one.begun, one.reduces, strict=True):
-        if place >= one.over:
-            break
-        if not one.came(place):
-            raise Wrong(_TOO_EARLY)
+    if any(place < one.over and not one.came(place) for place in one.begun):
+        raise Wrong(_TOO_EARLY)
     averaged = [reduce.gradient_of for reduce in one.reduces if reduce.gradient_of]
     twice = next((name for name in averaged if averaged.count(name) > 1), "")
     if twice and set(averaged) == {twice}:

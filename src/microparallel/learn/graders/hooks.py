@@ -1,4 +1,4 @@
-"""Hooks: is every gradient averaged, does it leave during backward, and do ranks stay in step that do not do the same?"""
+"""Hooks: is every gradient averaged, does it leave during backward, and do ranks that differ stay in step?"""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def _hang(stuck: Stuck, rows: list[Row]) -> str:
     return (
         f"this hangs: rank {wait.rank} waits (line {line}) for an all-reduce that rank {fewest} never begins\n"
         f"  rank 0 began {begun[0]} all-reduces, and rank 1 {begun[1]}\n"
-        f"  A rank that skips a layer gets no gradient for it, and torch does not call the hook. The other rank waits all "
-        "the same. Begin, in finish(), the all-reduces that are missing, with gradients of zeros"
+        "  A rank that skips a layer gets no gradient for it, and torch does not call the hook. The other rank waits "
+        "all the same. Begin, in finish(), the all-reduces that are missing, with gradients of zeros"
     )
 
 
