@@ -85,8 +85,8 @@ def require_weight_half(exam: Exam) -> None:
         )
         if "received" in half.computed:
             raise Wrong(
-                "weight_half computes the gradient of the input again, which input_half has done: ask for the gradients "
-                "of the stage's parameters alone"
+                "weight_half computes the gradient of the input again, which input_half has done: ask for the "
+                "gradients of the stage's parameters alone"
             )
 
 
