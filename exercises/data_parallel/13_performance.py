@@ -59,7 +59,7 @@ def split(joined: list[Span]) -> list[tuple[Span, Span]]:
 
     joined: one all-reduce, as each rank saw it: from the moment when that rank joined to the moment when it was over
     """
-    # An all-reduce needs everybody. From when on can the tensor travel?
+    # An all-reduce needs all ranks. From which moment on can the tensor travel?
     raise NotImplementedError("split: waiting, then travelling")
 
 

@@ -1,6 +1,6 @@
 """Average each gradient as soon as it is there.
 
-Backward makes the gradients of the last layer first, and nobody needs them before the optimizer steps. So they can
+Backward makes the gradients of the last layer first, and they are not needed before the optimizer steps. So they can
 travel while backward computes the layers before. torch calls a *hook*, a function of yours, the moment a gradient is
 complete:
 

@@ -66,10 +66,10 @@ def split(joined: list[Span]) -> list[tuple[Span, Span]]:
     joined: one all-reduce, as each rank saw it: from the moment when that rank joined to the moment when it was over
     """
     # ┌ hole
-    #: # An all-reduce needs everybody. From when on can the tensor travel?
+    #: # An all-reduce needs all ranks. From which moment on can the tensor travel?
     #: raise NotImplementedError("split: waiting, then travelling")
-    everybody = max(start for start, _ in joined)
-    return [((start, everybody), (everybody, end)) for start, end in joined]
+    all_joined = max(start for start, _ in joined)
+    return [((start, all_joined), (all_joined, end)) for start, end in joined]
     # └
 
 

@@ -45,11 +45,13 @@ ANSWERS = [
     Answer(
         "everybody returns a list",
         {"        return None\n": "        return [tensor]\n"},
-        "shall return None, and returned",
+        "should return None, and returned",
     ),
     Answer("not a copy", {"tensor.clone() if": "tensor if"}, "put a clone into the list"),
     Answer("barrier one way", {BARRIER: "    gather(token, 0, comms)\n"}, "you must also wait for leave", True),
-    Answer("barrier the other way", {BARRIER: "    broadcast(token, 0, comms)\n"}, "rank 0 never heard from everybody"),
+    Answer(
+        "barrier the other way", {BARRIER: "    broadcast(token, 0, comms)\n"}, "rank 0 never heard from all others"
+    ),
     Answer(
         "leave is given too early",
         {
@@ -58,7 +60,7 @@ ANSWERS = [
             "        elif comms.rank == peer:\n"
             "            comms.send_tensor(token, 0)\n            comms.recv_tensor(1, 0)\n"
         },
-        "give leave only after it has heard from everybody",
+        "give leave only after it has heard from all others",
     ),
     Answer(
         "everybody waits first",
@@ -82,7 +84,7 @@ ANSWERS = [
     Answer(
         "barrier that trusts a send to wait",
         {BARRIER: "    broadcast(token, 0, comms)\n    broadcast(token, 0, comms)\n"},
-        "rank 0 may only go on when it has heard from everybody",
+        "rank 0 may only go on when it has heard from all others",
     ),
     Answer(
         "patience instead of messages",
@@ -100,7 +102,7 @@ ANSWERS = [
     Answer(
         "gather returns a number",
         {"    return [\n        tensor.clone()": "    return 5\n    return [\n        tensor.clone()"},
-        "shall return a list of tensors, and returned 5",
+        "should return a list of tensors, and returned 5",
     ),
     Answer(
         "gather returns a list of numbers",
@@ -110,6 +112,6 @@ ANSWERS = [
     Answer(
         "gather returns what cannot travel",
         {"        return None\n": "        return lambda: None\n"},
-        "shall return None, and returned <function",
+        "should return None, and returned <function",
     ),
 ]

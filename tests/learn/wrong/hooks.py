@@ -120,7 +120,7 @@ ANSWERS = [
     Answer(
         "only weights",
         {"if parameter.requires_grad]": "if parameter.dim() > 1]"},
-        "nobody averages the gradient of 4.bias, 2.bias, 0.bias",
+        "no hook averages the gradient of 4.bias, 2.bias, 0.bias",
     ),
     Answer(
         "started in finish",

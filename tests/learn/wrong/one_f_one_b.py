@@ -51,9 +51,9 @@ ANSWERS = [
         "the point is to write it yourself",
     ),
     Answer(
-        "blocking sends", {SEND: "comms.send_tensor(tensor, dest)"}, "wait in send, and nobody receives", quick=True
+        "blocking sends", {SEND: "comms.send_tensor(tensor, dest)"}, "wait in send, and no rank receives", quick=True
     ),
-    Answer("waited for at once", {SEND: "comms.isend(tensor, dest).wait()"}, "wait in send, and nobody receives"),
+    Answer("waited for at once", {SEND: "comms.isend(tensor, dest).wait()"}, "wait in send, and no rank receives"),
     Answer("request not kept", {SEND: "comms.isend(tensor, dest)"}, "never waited for it: keep the request"),
     Answer("requests not waited for", {WAIT: "        return\n"}, "never waited for it: keep the request"),
     Answer(

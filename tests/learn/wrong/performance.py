@@ -2,7 +2,7 @@ from answers import Answer
 
 EXPOSED = "seconds(compute + spans) - seconds(compute)"
 HIDDEN = "seconds(spans) - exposed(spans, compute)"
-SPLIT = "[((start, everybody), (everybody, end)) for start, end in joined]"
+SPLIT = "[((start, all_joined), (all_joined, end)) for start, end in joined]"
 RING = "2 * (ranks - 1) * (latency + size / ranks * seconds_per_byte)"
 FIFTH = "if max(communication, waiting) < step / 5:"
 LARGER = '"communication" if communication > waiting else "straggler"'
@@ -56,11 +56,11 @@ ANSWERS = [
     Answer(
         "waiting until the end",
         {"max(start for start, _ in joined)": "max(end for _, end in joined)"},
-        "everybody waits until the end here",
+        "every rank waits until the end here",
     ),
     Answer(
         "lengths instead of spans",
-        {SPLIT: "[(everybody - start, end - everybody) for start, end in joined]"},
+        {SPLIT: "[(all_joined - start, end - all_joined) for start, end in joined]"},
         "these are lengths: return spans",
     ),
     Answer("speed-up", {"return speedup / ranks": "return speedup"}, "divided by the ranks"),

@@ -25,7 +25,7 @@ ANSWERS = [
                 "            comms.send_tensor(ball, 1)\n"
             )
         },
-        "both ranks wait in receive, and nobody sends",
+        "both ranks wait in receive, and no rank sends",
     ),
     Answer(
         "only rank 1 adds",

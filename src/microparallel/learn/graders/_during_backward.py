@@ -369,8 +369,8 @@ def require_asynchronous(one: Pass) -> None:
     for reduce in one.reduces:
         if not reduce.call.asynchronous:
             raise Wrong(
-                f"line {reduce.call.line} waits for its all-reduce, and so does backward: nothing travels meanwhile. "
-                "Start it with async_op=True, and wait in finish()"
+                f"line {reduce.call.line} waits for its all-reduce, and backward waits with it: nothing travels "
+                "meanwhile. Start it with async_op=True, and wait in finish()"
             )
     if o.Join() in one.ops[: one.over]:
         ready, total = len(one.came(one.ops.index(o.Join()))), len(one.came())
@@ -385,7 +385,7 @@ def require_waited(one: Pass, rank: int) -> None:
     left = [reduce.call for reduce in one.reduces if not reduce.call.ended]
     if left:
         raise Wrong(
-            f"rank {rank}: finish() came back while {len(left)} of {len(one.reduces)} all-reduces were under way "
+            f"rank {rank}: finish() returned while {len(left)} of {len(one.reduces)} all-reduces were under way "
             f"(begun in line {left[0].line}): keep every request, and wait for each of them"
         )
 
@@ -395,5 +395,5 @@ def require_old_requests_gone(one: Pass, number: int) -> None:
     if one.old:
         raise Wrong(
             f"step {number}: finish() waited for requests of the step before, which are long over ({one.old} of them): "
-            "forget each request when it has been waited for"
+            "drop each request when it has been waited for"
         )

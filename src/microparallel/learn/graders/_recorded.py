@@ -176,8 +176,8 @@ def _of_rank(
     """A rank's parts; the options are mistakes."""
     busy = union((event.start, event.end) for event in trace.compute[rank])
     joined = [(own[rank], max(start for start, _ in own)) for own in _all_reduces(trace)]
-    waits = union((start, everybody) for (start, _), everybody in joined)
-    travels = union((start if all_is_travel else everybody, end) for (start, end), everybody in joined)
+    waits = union((start, all_joined) for (start, _), all_joined in joined)
+    travels = union((start if all_is_travel else all_joined, end) for (start, end), all_joined in joined)
     waits = [] if all_is_travel else waits
     communication = travels if nothing_hides else outside(travels, busy)
     waiting = outside(waits, busy if waits_beside_travel else union([*busy, *travels]))

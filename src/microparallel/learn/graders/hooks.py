@@ -134,7 +134,7 @@ def _require_all_averaged(passes: list[Pass]) -> None:
         averaged = {op.value for op in program.ranks[error.rank] if isinstance(op, AllReduce)}
         missing = [name for name in passes[error.rank].came() if Bucket(groups.index([name])) not in averaged]
         raise Wrong(
-            f"rank {error.rank}: nobody averages the gradient of {', '.join(missing)}: every parameter needs a hook"
+            f"rank {error.rank}: no hook averages the gradient of {', '.join(missing)}: every parameter needs a hook"
         ) from None
     except ProgramError as error:
         raise Wrong(str(error)) from None

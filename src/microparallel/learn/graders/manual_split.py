@@ -31,7 +31,7 @@ def check(exam: Exam) -> None:
         exam.run(_cross, 1, allowed=())
     with exam.step("both parts have the gradients of the uncut model"):
         _require_step(exam, cut=2)
-    with exam.step("wherever the cut is"):
+    with exam.step("the cut may be anywhere"):
         _require_step(exam, cut=1)
         _require_step(exam, cut=3)
     with exam.step("gradients of a second batch are added, as loss.backward() does"):
@@ -148,7 +148,7 @@ def _require_two_steps(exam: Exam) -> None:
     both = [in_one_process(make_layers(_LAYERS), *pipeline_batch(_SAMPLES, seed=batch))[1] for batch in range(2)]
     total = combined(both, [1.0, 1.0])
     words = (
-        "only the second batch is in the gradients: a step adds to what is there, and whoever calls it decides when "
+        "only the second batch is in the gradients: a step adds to what is there, and its caller decides when "
         "to begin with nothing"
     )
     for found, places, whose in ((part1, slice(0, 4), "part 1"), (part2, slice(4, 8), "part 2")):

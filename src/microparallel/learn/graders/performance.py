@@ -259,18 +259,18 @@ _SPLIT = (
         lambda joined: [((start, start), (start, end)) for start, end in joined],
     ),
     _Mistake(
-        "the tensor travels from the *earliest* start on here, but an all-reduce needs everybody: the latest counts",
+        "the tensor travels from the *earliest* start here, but an all-reduce needs all ranks: the latest start counts",
         lambda joined: _split_at(joined, min(start for start, _ in joined)),
     ),
     _Mistake(
-        "everybody waits until the end here: the wait is over when the last rank has joined; then the tensor travels",
+        "every rank waits until the end here: the wait is over when the last rank has joined; then the tensor travels",
         lambda joined: _split_at(joined, max(end for _, end in joined)),
     ),
     _Mistake(
         "the two are swapped: first the waiting, then the travelling", lambda j: [pair[::-1] for pair in _split(j)]
     ),
     _Mistake(
-        "these are lengths: return spans, a start and an end each, so that one can see what hides them",
+        "these are lengths: return spans, a start and an end each, which show what hides them",
         lambda joined: [tuple(end - start for start, end in pair) for pair in _split(joined)],
     ),
     _Mistake("this is a single pair: every rank has its own", lambda joined: _split(joined)[0]),

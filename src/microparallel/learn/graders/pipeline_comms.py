@@ -52,7 +52,7 @@ def _neighbours(learner: Any, _: Any) -> None:
             if found == (before, after):
                 continue
             if found == ((rank - 1) % world_size, (rank + 1) % world_size):
-                end = "nobody before it" if before is None else "nobody after it"
+                end = "no rank before it" if before is None else "no rank after it"
                 raise Wrong(
                     f"that is a ring: rank {rank} of {world_size} has {end}, and neighbours returned {found}; the "
                     "ends of a line have None there"

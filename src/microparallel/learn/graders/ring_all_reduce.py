@@ -65,7 +65,9 @@ def _require_sum(exam: Exam, ranks: int, size: int, dtype: torch.dtype = torch.f
             _name_the_mistake(program)
     for rank, one in enumerate(found):
         suspects = [
-            Suspect(total / ranks, "this is the mean: an all-reduce adds up, and whoever wants a mean divides later"),
+            Suspect(
+                total / ranks, "this is the mean: an all-reduce adds up, and the caller divides if it wants a mean"
+            ),
             Suspect(torch.where(one == total, total, own[rank]), _own_numbers(rank, one, total)),
         ]
         require_equal(one, total, f"rank {rank}'s tensor, {ranks} ranks,", suspects)

@@ -103,7 +103,7 @@ def _require_half(exam: Exam, half: Half, ranks: int, size: int, dtype: torch.dt
 
 
 def _suspects(wanted: torch.Tensor, ranks: int) -> list[Suspect]:
-    return [Suspect(wanted / ranks, "this is the mean: it adds up, and whoever wants a mean divides later")]
+    return [Suspect(wanted / ranks, "this is the mean: it adds up, and the caller divides if it wants a mean")]
 
 
 def _require_own_slice(found: list[torch.Tensor], total: torch.Tensor, ranks: int) -> None:

@@ -304,7 +304,7 @@ def _require_let_go(passes: Sequence[Pass], rows: Sequence[Row]) -> None:
             why = (
                 "the gradient of its part is a view of it, which keeps all of its memory"
                 if in_its_memory
-                else "once it is reduce-scattered, nobody needs it; keep your part alone"
+                else "once it is reduce-scattered, no rank needs it; keep only your part"
             )
             raise Wrong(f"rank {rank} still holds the whole gradient of the weight after backward: {why}")
 
@@ -325,7 +325,7 @@ def _require_one_at_a_time(rank: int, one: Pass, row: Row, place: int, held: Seq
     if held and isinstance(next_op, Called) and next_op.call == "all_gather":
         raise Wrong(f"rank {rank} gathers in line {next_op.line} while a whole weight is still there: let it go first")
     if held and next_op is None:
-        raise Wrong(f"rank {rank} still holds the whole weight after backward: nobody needs it until the next forward")
+        raise Wrong(f"rank {rank} still holds the whole weight after backward: it is not needed until the next forward")
 
 
 # ── the calls ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -63,7 +63,7 @@ def _require_each_once(case: str, depth: int, shares: list[range]) -> None:
             )
         if len(owners) > 1:
             raise Wrong(
-                f"{case}: layer {layer} is on rank {listed(owners)}. Behind ranks with one layer more, everybody "
+                f"{case}: layer {layer} is on rank {listed(owners)}. Behind ranks with one layer more, each rank "
                 f"begins later; you gave {_shares(shares)}"
             )
     outside = [rank for rank, share in enumerate(shares) if share and (share[0] < 0 or share[-1] >= depth)]

@@ -284,7 +284,7 @@ def _require_each_scattered(rank: int, ops: list[o.Op], turns: int) -> None:
 def _require_weights(results: list[Trained], kind: Kind, turns: int) -> None:
     ranks = len(results)
     mistakes: dict[str, sharding.Combine] = {
-        "the gradients of an earlier step are still in part.grad: forget them after the update (zero_grad)": (
+        "the gradients of an earlier step are still in part.grad: let them go after the update (zero_grad)": (
             sharding.carried_over()
         ),
     }
