@@ -134,6 +134,22 @@ RIGHT = {
         "hidden first": {
             "seconds(spans) - exposed(spans, compute)": "seconds(spans) + seconds(compute) - seconds(compute + spans)"
         },
+        "computations in another order": {
+            "[(event.start, event.end) for event in trace.events if event.rank == rank and event.computes]": (
+                "sorted((event.start, event.end) for event in trace.compute[rank])[::-1]"
+            )
+        },
+        "issued, and a dict": {
+            "    in_order = sorted(reduces, key=lambda event: event.rank)\n": (
+                "    found = {(event.number, event.rank): (event.issued, event.end) for event in reduces}\n"
+                "    return [[found[number, rank] for rank in range(trace.ranks)] for number in numbers]\n"
+            ),
+            "    return [[(event.asked, event.end) for event in in_order if event.number == number] "
+            "for number in numbers]\n": "",
+        },
+        "waiting with the formula of exposed": {
+            "exposed(waits, busy + travels)": "seconds(busy + travels + waits) - seconds(busy + travels)"
+        },
     },
 }
 

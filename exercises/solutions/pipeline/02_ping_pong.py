@@ -8,8 +8,8 @@ received and sends that back; rank 0 receives it, and adds one too.
              └────── round 0 ──────┘└───── round 1 ──────┘
 
 Both ranks run the same function, and only their number tells them apart. A send waits until the other rank receives,
-and a receive waits until the other rank sends. So if both ranks send first, both wait for ever. If both receive first, both
-wait for ever, too.
+and a receive waits until the other rank sends. So if both ranks send first, both wait for ever. If both receive first,
+both wait for ever, too.
 
 A receiver must say which shape and which dtype (torch.float32, say) it expects. Here that is simple: both ranks know
 the ball's.

@@ -51,7 +51,7 @@ ANSWERS = [
     Answer(
         "earliest instead of latest",
         {"max(start for start, _ in joined)": "min(start for start, _ in joined)"},
-        "the latest counts",
+        "the latest start counts",
     ),
     Answer(
         "waiting until the end",

@@ -384,7 +384,7 @@ def microbatch_suspects(truth: Truth, rank: int) -> list[Suspect]:
         ),
         Suspect(
             torch.stack(weighted).sum(0) / count,
-            f"the loss was divided by the {count} micro-batches once too often",
+            f"the loss was divided by the {count} micro-batches one time too many",
         ),
     ]
     for number in (count - 1, 0):

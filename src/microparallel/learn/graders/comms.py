@@ -34,7 +34,7 @@ def check(exam: Exam) -> None:
         _require_gather(exam, 1, torch.float64, [])
     with exam.step("barrier: no rank leaves before all ranks have arrived") as notes:
         _require_barrier(exam, notes)
-    with exam.step("with them, all-gather works by itself; and a world of one is left alone"):
+    with exam.step("with them, all-gather works by itself; and in a world of one rank nothing changes"):
         exam.run(_all_gather, _RANKS, allowed=_ALLOWED)
         exam.run(_all_gather, 1, allowed=_ALLOWED)
 

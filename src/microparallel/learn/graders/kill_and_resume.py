@@ -89,7 +89,7 @@ class _History:
                     what = "samples" if row.samples != right.samples else "loss"
                     raise Wrong(
                         f"saving changes the training: with save_every={_SAVE_EVERY} and without a kill, the {what} of "
-                        f"rank {rank} in step {row.step} is another than without saving. A save may only look"
+                        f"rank {rank} in step {row.step} is not the one without saving. A save must change nothing"
                     )
         self._logs_of_saving = logs
         sizes = [file.stat().st_size for file in (self.place / "saving").rglob("*") if file.is_file()]
@@ -255,8 +255,8 @@ class _History:
         early = any(self._power_lost.values())
         but = " os.fsync was called before all was written: file.flush() comes first." if early else ""
         return (
-            f"of {names} there is the name and no bytes, as nothing had brought these to the disk.{but} Write, flush, "
-            "os.fsync(file.fileno()), and only then rename"
+            f"of {names} there is the name and no bytes, because nothing had brought them to the disk.{but} Write, "
+            "flush, os.fsync(file.fileno()), and only then rename"
         )
 
 

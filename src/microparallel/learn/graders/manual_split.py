@@ -95,7 +95,7 @@ def _without_gradient(two: nn.Module) -> str:
     if all(gradient is None for gradient in gradients(two)):
         return "part 1's backward was started before part 2's: received.grad is None until loss.backward() has run"
     return (
-        "part 1's backward was started without a gradient: sent is no loss but a whole tensor, so hand it what "
+        "part 1's backward was started without a gradient: sent is a whole tensor and not a loss: give it what "
         "part 2 found out, received.grad"
     )
 
@@ -132,7 +132,7 @@ def _suspects(layers: list[nn.Module], cut: int, expected: list[torch.Tensor]) -
         ),
         started_with(
             sent.detach(),
-            "part 1's backward began with the activation itself: what must come back over the cut is its gradient, "
+            "part 1's backward began with the activation itself: what crosses the cut on the way back is its gradient, "
             "received.grad",
         ),
         Suspect(flat(expected) * 2, "part 1 has its gradient twice: its backward was done twice"),

@@ -39,10 +39,10 @@ def check(exam: Exam) -> None:
         _require_samples(exam, 3, [9, 7, 11])
     with exam.step("a step of two ranks is that of one process"):
         _require_steps(exam, 2, 8, 1)
-    with exam.step("so are three steps of three ranks, with 7 samples") as notes:
+    with exam.step("three steps of three ranks are those of one process, with 7 samples") as notes:
         _require_steps(exam, 3, 7, 3)
         notes.append("all ranks have the same weights, to the last bit")
-    with exam.step("and in a world of one"):
+    with exam.step("one rank trains as one process does"):
         _require_steps(exam, 1, 4, 2)
 
 

@@ -23,9 +23,9 @@ def check(exam: Exam) -> None:
     """The sum; other shapes and dtypes; twice; messages and bytes."""
     with exam.step("two ranks have the sum"):
         _require_sum(exam, 2, (4,), torch.float32)
-    with exam.step("so have four ranks, of a matrix, in float64") as notes:
+    with exam.step("four ranks have the sum of a matrix, in float64") as notes:
         _require_few_messages(_require_sum(exam, 4, (2, 3), torch.float64), 6 * 8, notes)
-    with exam.step("of integers, and in a world of one"):
+    with exam.step("integers are summed, too; and in a world of one rank nothing changes"):
         _require_sum(exam, 3, (5,), torch.int64)
         _require_sum(exam, 1, (5,), torch.int64)
 

@@ -25,9 +25,9 @@ def check(exam: Exam) -> None:
         exam.run(_division, 1, allowed=())
     with exam.step("a rank has its own layers, under the whole model's names"):
         exam.run(_names, 1, allowed=())
-    with exam.step("with the whole model's weights"):
+    with exam.step("its weights are those of the whole model"):
         exam.run(_weights, 1, allowed=())
-    with exam.step("without ever holding the whole model") as notes:
+    with exam.step("no rank ever holds the whole model") as notes:
         [most] = exam.run(_memory, 1, allowed=())
         notes.append(f"at most {most} layers at once, of 12")
     with exam.step("three ranks in a row compute what the whole model computes"):
