@@ -43,12 +43,12 @@ format: $(VENV)/.installed-dev ## Rewrite the code in the project's style
 	@$(BIN)/ruff format .
 
 docs: $(VENV)/.installed-docs ## Build the course into site/; open site/index.html, no server needed
-	@$(BIN)/python docs/tools/in_browser.py
+	@$(BIN)/python docs/tools/from_npm.py
 	@$(MKDOCS) build --strict --quiet
 	@echo "built: open site/index.html; the playground runs Python, which needs a server: microparallel studio"
 
 docs-serve: $(VENV)/.installed-docs ## Show the course while you write it, at localhost:8000
-	@$(BIN)/python docs/tools/in_browser.py
+	@$(BIN)/python docs/tools/from_npm.py
 	@$(MKDOCS) serve --watch src --watch examples $(ARGS)
 
 clean: ## Remove what the other commands created (not runs/)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import in_browser
+import from_npm
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -18,9 +18,9 @@ def pyodide():
     """The folder of pyodide: what the playground's pages run, which npm fetches once."""
     if not shutil.which("node"):
         pytest.skip("no node to run WebAssembly with; `apt-get install nodejs npm` enables this test")
-    if trouble := in_browser.fetch():
-        pytest.skip(f"{trouble}; `python docs/tools/in_browser.py` fetches pyodide, and enables this test")
-    return in_browser.FETCHED / "node_modules" / "pyodide"
+    if trouble := from_npm.fetch():
+        pytest.skip(f"{trouble}; `python docs/tools/from_npm.py` fetches pyodide, and enables this test")
+    return from_npm.FETCHED / "node_modules" / "pyodide"
 
 
 def told_by(*command):

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import command_line
 import consoles
 import figures
+import formulas
 import in_browser
 import plots
 import public_names
@@ -23,13 +24,16 @@ import results
 import sources
 from pages import CONSOLES, Block, blocks_of
 
-OURS = ("draw", "step", "include", "output", "plot", "bits", "playground", "results", *CONSOLES)
+OURS = ("draw", "step", "include", "output", "plot", "bits", "math", "playground", "results", *CONSOLES)
 
 
 def on_config(config: Any) -> Any:
-    """Teach superfences our fences."""
+    """Teach superfences our fences, and Markdown the formulas within sentences."""
     fences = [{"name": name, "class": name, "format": _format, "validator": _any_options} for name in OURS]
     config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = fences
+    config.markdown_extensions.append(formulas.__name__)
+    if not formulas.missing():
+        config.extra_css.insert(0, formulas.STYLE)
     return config
 
 
@@ -53,9 +57,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return public_names.with_docstrings(markdown)
 
 
+def on_env(env: Any, files: Any, **_: Any) -> Any:
+    """Typeset the formulas, now that Markdown has made all pages."""
+    pages = [file.page for file in files.documentation_pages() if file.page and file.page.content]
+    formulas.typeset(page.content for page in pages)
+    for page in pages:
+        try:
+            page.content = formulas.with_formulas(page.content)
+        except formulas.RefusedError as error:
+            file = Path(page.file.abs_src_path)
+            line = formulas.line_of(error.tex, file.read_text(encoding="utf-8"))
+            raise PluginError(f"{_shown(file)}:{line}: {error}") from error
+    return env
+
+
 def on_post_build(config: Any, **_: Any) -> None:
-    """Put what the playground runs beside the pages."""
+    """Put what the playground runs, and what formulas look like, beside the pages."""
     in_browser.add_parts(Path(config.site_dir))
+    formulas.add_parts(Path(config.site_dir))
 
 
 def _shown(file: Path) -> Path:
@@ -66,6 +85,8 @@ def made(block: Block) -> str:
     """The HTML of one of our fences."""
     if block.kind in ("draw", "step"):
         return figures.figures(block.text, stepped=block.kind == "step")
+    if block.kind == "math":
+        return formulas.display(block.text)
     if block.kind == "playground":
         return in_browser.playground(block.text)
     if block.kind == "include":

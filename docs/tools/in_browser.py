@@ -1,10 +1,8 @@
 """What the playground's pages run in the browser: a WebAssembly Python, an editor, and the pure half of this project.
 
-python docs/tools/in_browser.py        fetch Python and the editor from npm into build/browser; `make docs` does so, too
-
-npm holds what it fetches against the hashes of npm/package-lock.json. There is no bundler: `add_parts` copies the
-editor's modules as they are, and writes `./style-mod.js` where one of them imports `style-mod`. Where npm or the
-network is missing, the site is built all the same, and its pages say in one line what they lack (`missing`).
+from_npm.py fetches Python and the editor. There is no bundler: `add_parts` copies the editor's modules as they are, and
+writes `./style-mod.js` where one of them imports `style-mod`. Where they could not be fetched, the site is built all
+the same, and its pages say in one line what they lack (`missing`).
 
     site/playground/parts/python/          pyodide
     site/playground/parts/editor/          CodeMirror
@@ -18,7 +16,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -28,13 +25,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 
 import figures
+import from_npm
 
 from microparallel.playground import all_levels
 from microparallel.playground.starts import starts
 
 ROOT = Path(__file__).resolve().parents[2]
-NPM = HERE / "npm"
-FETCHED = ROOT / "build" / "browser"
 PARTS = "playground/parts"
 PYTHON = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 EDITOR = ("@codemirror/state", "@codemirror/view", "@codemirror/commands", "@codemirror/lint")
@@ -46,47 +42,11 @@ MISSING = (
     "`microparallel draw`, `verify` and `simulate` do the same in a terminal."
 )
 _IMPORT = re.compile(r"""(\bfrom\s*|\bimport\s*)(["'])(@?[a-z][^"']*)\2""")
-_TIME = 300  # seconds npm may take: 14 MB on a slow line
-
-
-def fetch() -> str:
-    """Let npm fetch what the lock file names, unless that is there; what went wrong, in one line, or nothing."""
-    if not missing():
-        return ""
-    if shutil.which("npm") is None:
-        return "there is no npm here"
-    FETCHED.mkdir(parents=True, exist_ok=True)
-    for file in ("package.json", "package-lock.json", ".npmrc"):
-        shutil.copyfile(NPM / file, FETCHED / file)
-    command = [
-        "npm",
-        "ci",
-        "--ignore-scripts",
-        "--no-fund",
-        "--no-audit",
-        "--fetch-retries=1",
-        "--fetch-timeout=60000",
-        "--loglevel=error",
-    ]
-    try:
-        done = subprocess.run(command, cwd=FETCHED, capture_output=True, text=True, timeout=_TIME, check=False)
-    except subprocess.TimeoutExpired:
-        return f"npm did not answer for {_TIME} s"
-    if done.returncode:
-        said = re.findall(r"npm (?:error|ERR!) (?:code )?(.+)", done.stderr)
-        return f"npm could not fetch them: {said[0] if said else f'exit code {done.returncode}'}"
-    (FETCHED / "fetched").write_text(_wanted())  # last: npm has compared every hash
-    return ""
-
-
-def _wanted() -> str:
-    return (NPM / "package-lock.json").read_text(encoding="utf-8")
 
 
 def missing() -> str:
     """The line for pages that lack their Python; nothing where it has been fetched."""
-    stamp = FETCHED / "fetched"
-    return "" if stamp.exists() and stamp.read_text(encoding="utf-8") == _wanted() else MISSING
+    return "" if from_npm.is_fetched() else MISSING
 
 
 def add_parts(site: Path) -> None:
@@ -96,7 +56,7 @@ def add_parts(site: Path) -> None:
     pack(parts / "course.zip")
     if missing():
         return
-    modules = FETCHED / "node_modules"
+    modules = from_npm.FETCHED / "node_modules"
     (parts / "python").mkdir(exist_ok=True)
     for file in PYTHON:
         shutil.copyfile(modules / "pyodide" / file, parts / "python" / file)
@@ -181,9 +141,3 @@ def pack(file: Path) -> None:
 
 
 _PACKED = (".py", ".css", ".js", ".toml", ".json")
-
-
-if __name__ == "__main__":
-    trouble = fetch()
-    if trouble:
-        print(f"note: the playground is built without Python and editor: {trouble}", file=sys.stderr)

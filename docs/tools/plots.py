@@ -1,4 +1,4 @@
-"""The `plot` fence draws the table that the output block above it prints; the `bits` fence draws number formats.
+"""The `plot` fence draws the output block above it, or a kept table; the `bits` fence draws number formats.
 
 ```plot
 caption: Loss of each method.
@@ -8,11 +8,32 @@ y: loss, log
 
 The first column is x, and each other column is a line. The output of a block is compared with a real run when the
 project is tested, so the lines are what the code above them printed. Columns are two spaces or more apart; a cell that
-is not a number is left out.
+is not a number is left out. Columns are drawn as lines with a dot at each number, unless they are named otherwise:
+
+```plot
+caption: A step, by the number of buckets.
+data: benchmarks/results/curves.txt::buckets
+columns: buckets, formula, simulated
+lines: formula
+points: simulated
+x: buckets
+y: time
+```
+
+`data` names a kept table, as `path` or `path::heading` (a line such as `── buckets ──`); `columns` chooses some of it.
+`lines` are without dots, `points` are dots alone, and `steps` stay level until the next number; each takes names of
+columns, or `all`. The file begins with its origin, which ends the caption (results.py):
+
+```text
+# command: python benchmarks/curves.py
+# machine: 2 cores, x86_64, Linux, Python 3.11.7
+# date: 2026-11-19
+```
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +42,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import results
 from figures import figure_of
 from pages import Block, blocks_of
 
@@ -28,7 +50,8 @@ _INK = "#757b85"  # site.css gives it the page's own colour
 _COLOURS = ("#0072b2", "#e69f00", "#2bb58c", "#cc79a7", "#56b4e9", "#d55e00", "#8d7a00")  # told apart by most eyes
 _BITS = {"sign": "#cc79a7", "exponent": "#e69f00", "fraction": "#56b4e9"}
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "", "7 4", "2 3")
-_LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH, _HEIGHT = 62, 18, 14, 50, 560, 320
+_STYLES = ("lines", "points", "steps")
+_LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH, _HEIGHT = 62, 32, 14, 50, 560, 320
 Point = tuple[float, float]
 
 
@@ -62,13 +85,13 @@ class Axis:
 
 
 def with_data(markdown: str, file: Path) -> str:
-    """Give every `plot` fence of a page the table of the output block above it."""
+    """Give every `plot` fence of a page the table of the output block above it, unless it names its data."""
     lines, above = markdown.splitlines(), None
     edits: list[tuple[int, list[str]]] = []
     for block in blocks_of(file, markdown):
         if block.kind == "output":
             above = block
-        elif block.kind == "plot":
+        elif block.kind == "plot" and "data" not in _options(block):
             if above is None:
                 raise ValueError(f"{block.place}: a plot draws the output block above it, and there is none")
             edits.append((block.end - 1, [f"{block.indent}| {line}" for line in above.lines]))
@@ -78,9 +101,13 @@ def with_data(markdown: str, file: Path) -> str:
 
 
 def plot(block: Block) -> str:
-    """HTML of a `plot` fence that has its table (`with_data`)."""
-    options = dict(line.split(":", 1) for line in block.lines if ":" in line and not line.startswith("|"))
-    names, rows = _table([line[1:] for line in block.lines if line.startswith("|")])
+    """HTML of a `plot` fence that has its table (`with_data`) or names it."""
+    options = _options(block)
+    lines, caption = [line[1:] for line in block.lines if line.startswith("|")], options.get("caption", "")
+    if "data" in options:
+        kept = results.kept(options["data"])
+        lines, caption = kept.lines, f"{caption} {kept.origin}".strip()
+    names, rows = _chosen(options, *_table(lines))
     series: dict[str, list[Point]] = {
         name: [(x, y) for x, *cells in rows if (y := cells[number - 1]) is not None]
         for number, name in enumerate(names)
@@ -88,12 +115,49 @@ def plot(block: Block) -> str:
     }
     points = [point for line in series.values() for point in line]
     if not points:
-        raise ValueError("the output above this plot has no columns of numbers, two spaces or more apart")
+        raise ValueError("the table of this plot has no columns of numbers, two spaces or more apart")
+    styles = _styles(options, tuple(series))
     across = _axis(options.get("x", names[0]), [x for x, _ in points])
     up = _axis(options.get("y", ""), [y for _, y in points])
-    lines = {name: f'<line x1="0" y1="5" x2="26" y2="5" {_stroke(number)}/>' for number, name in enumerate(series)}
-    names_of_lines = _legend(lines, 26) if len(series) > 1 else ""  # one line needs no name beside the axis's title
-    return figure_of(_svg(across, up, series), options.get("caption", "").strip(), names_of_lines, kind="plot")
+    samples = {name: _sample(number, styles[name]) for number, name in enumerate(series)}
+    names_of_lines = _legend(samples, 26) if len(series) > 1 else ""  # one line needs no name beside the axis's title
+    return figure_of(_svg(across, up, series, styles), caption, names_of_lines, kind="plot")
+
+
+def _options(block: Block) -> dict[str, str]:
+    lines = [line.split(":", 1) for line in block.lines if ":" in line and not line.startswith("|")]
+    return {name.strip(): words.strip() for name, words in lines}
+
+
+def _names(words: str) -> list[str]:
+    return [name.strip() for name in words.split(",")]
+
+
+def _chosen(options: Mapping[str, str], names: list[str], rows: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """The columns that are to be drawn."""
+    wanted = _names(options["columns"]) if "columns" in options else names
+    if unknown := [name for name in wanted if name not in names]:
+        raise ValueError(f"this plot's table has no column {', '.join(unknown)}; there are {', '.join(names)}")
+    places = [names.index(name) for name in wanted]
+    chosen = [[row[place] for place in places] for row in rows]
+    return wanted, [row for row in chosen if row[0] is not None]
+
+
+def _styles(options: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """How each column is drawn, where that is not a line with dots."""
+    found = dict.fromkeys(names, "")
+    for style in _STYLES:
+        for name in _names(options[style]) if style in options else ():
+            if name not in (*names, "all"):
+                raise ValueError(f"{style}: this plot has no column {name}; there are {', '.join(names)}")
+            found |= dict.fromkeys(names if name == "all" else (name,), style)
+    return found
+
+
+def _sample(number: int, style: str) -> str:
+    if style == "points":
+        return f'<circle cx="13" cy="5" r="4" fill="{_COLOURS[number % len(_COLOURS)]}"/>'
+    return f'<line x1="0" y1="5" x2="26" y2="5" {_stroke(number)}/>'
 
 
 def _legend(samples: Mapping[str, str], width: int) -> str:
@@ -116,8 +180,7 @@ def _table(lines: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
     cells = [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
     width = max(map(len, cells), default=0)
     table = [row for row in cells if len(row) == width]
-    rows = [[_number(cell) for cell in row] for row in table[1:]]
-    return table[0] if table else [], [row for row in rows if row[0] is not None]
+    return table[0] if table else [], [[_number(cell) for cell in row] for row in table[1:]]
 
 
 def _number(cell: str) -> float | None:
@@ -134,7 +197,7 @@ def _axis(words: str, values: Sequence[float]) -> Axis:
     return Axis(title, False, 0.0 if 0 <= low < 0.5 * high else low - margin, high + margin)
 
 
-def _svg(across: Axis, up: Axis, series: dict[str, list[Point]]) -> str:
+def _svg(across: Axis, up: Axis, series: dict[str, list[Point]], styles: Mapping[str, str]) -> str:
     inner, deep = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def x(value: float) -> float:
@@ -150,17 +213,26 @@ def _svg(across: Axis, up: Axis, series: dict[str, list[Point]]) -> str:
     parts += [_line(_LEFT, _TOP + deep, _LEFT + inner, _TOP + deep, 1)]
     parts += [_text(_LEFT + inner / 2, _HEIGHT - 6, across.title, "middle")]
     parts += [_text(0, 0, up.title, "middle", f"translate(12 {_TOP + deep / 2:.0f}) rotate(-90)")]
-    for number, line in enumerate(series.values()):
-        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
-        parts.append(f'<polyline points="{path}" fill="none" {_stroke(number)}/>')
-        colour = _COLOURS[number % len(_COLOURS)]
-        parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3" fill="{colour}"/>' for a, b in line]
+    for number, (name, line) in enumerate(series.items()):
+        style, colour = styles[name], _COLOURS[number % len(_COLOURS)]
+        if style != "points":
+            path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in (_stairs(line) if style == "steps" else line))
+            parts.append(f'<polyline points="{path}" fill="none" {_stroke(number)}/>')
+        if style in ("", "points"):
+            size = 4 if style else 3
+            parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="{size}" fill="{colour}"/>' for a, b in line]
     label = escape(f"{up.title} by {across.title}: {', '.join(series)}", quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}" font-family="sans-serif" font-size="14">'
         f"{''.join(parts)}</svg>"
     )
+
+
+def _stairs(line: Sequence[Point]) -> list[Point]:
+    """Level from each number to the place of the next."""
+    corners = [((x, y), (following, y)) for (x, y), (following, _) in itertools.pairwise(line)]
+    return [*itertools.chain.from_iterable(corners), *line[-1:]]
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, opacity: float) -> str:

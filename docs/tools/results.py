@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from pages import Block
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results/"
+_ORIGIN = ("command", "machine", "date")
 _HEADING = re.compile(r"^── (?P<name>.+?) ─*$")
 
 
@@ -33,6 +36,33 @@ def results(block: Block) -> str:
         f'<div class="highlight console answer"><span class="note">{note}</span>'
         f'<pre><code><span class="printed">{html.escape(text)}</span></code></pre></div>'
     )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The lines of a kept table, and a sentence that says where they come from."""
+
+    lines: list[str]
+    origin: str
+
+
+def kept(words: str) -> Kept:
+    """A table of a file, `path::heading`, whose first lines say the command, the machine and the date that made it."""
+    path, _, heading = words.partition("::")
+    file = ROOT / path
+    if not path.startswith(_FOLDER) or not file.is_file():
+        raise ValueError(f"data: {path} is no file below {_FOLDER}")
+    first = file.read_text(encoding="utf-8").splitlines()[: len(_ORIGIN)]
+    found = [re.fullmatch(rf"# {name}: (.*\S)", line) for name, line in zip(_ORIGIN, first, strict=False)]
+    said = [one[1] for one in found if one]
+    if len(said) < len(_ORIGIN):
+        wanted = ", ".join(f"`# {name}: …`" for name in _ORIGIN)
+        raise ValueError(f"data: {path} does not say where it comes from; its first lines must be {wanted}")
+    command, machine, date = said
+    lines = [line for line in part_of(file, heading).splitlines() if not line.startswith("#")]
+    if file.suffix == ".csv":
+        lines = ["  ".join(cells) for cells in csv.reader(lines)]
+    return Kept(lines, f"Made by `{command}`: {machine}, {date}.")
 
 
 def part_of(file: Path, heading: str) -> str:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import filelock
+import from_npm
 import in_browser
 import pytest
 
@@ -54,7 +55,7 @@ def built(tmp_path_factory):
     folder, outcome = place / "site", place / "site.json"
     with filelock.FileLock(place / "site.lock"):
         if not outcome.exists():
-            in_browser.fetch()  # Python and the editor, from npm; without them the site says what it lacks
+            from_npm.fetch()  # from npm; without it the site says what it lacks
             command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
             environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"}
             done = subprocess.run(
@@ -138,7 +139,7 @@ class Visitor(reporting["Browser"]):
 def studio(site, tmp_path_factory):
     """The studio, which serves the built site."""
     if in_browser.missing():
-        pytest.skip(f"no Python for the browser here: {in_browser.fetch()}; `make docs` fetches it with npm")
+        pytest.skip(f"no Python for the browser here: {from_npm.fetch()}; `make docs` fetches it with npm")
     with Studio(tmp_path_factory.mktemp("runs"), site) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import from_npm
 import in_browser
 import pytest
 
@@ -36,9 +37,9 @@ def test_the_same_sources_make_the_same_bytes(tmp_path):
 
 
 def test_without_npm_the_pages_say_what_they_lack(tmp_path, monkeypatch):
-    monkeypatch.setattr(in_browser, "FETCHED", tmp_path / "nothing")
+    monkeypatch.setattr(from_npm, "FETCHED", tmp_path / "nothing")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert in_browser.fetch() == "there is no npm here"
+    assert from_npm.fetch() == "there is no npm here"
     for html in (
         in_browser.playground(""),
         in_browser.playground("1f1b --ranks 2 --microbatches 2"),
@@ -50,12 +51,12 @@ def test_without_npm_the_pages_say_what_they_lack(tmp_path, monkeypatch):
 
 
 def test_npm_that_fails_is_told_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(in_browser, "FETCHED", tmp_path / "nothing")
+    monkeypatch.setattr(from_npm, "FETCHED", tmp_path / "nothing")
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho 'npm error code EINTEGRITY' >&2\nexit 1\n")
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert in_browser.fetch() == "npm could not fetch them: EINTEGRITY"
+    assert from_npm.fetch() == "npm could not fetch them: EINTEGRITY"
     assert in_browser.missing()
 
 

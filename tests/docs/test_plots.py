@@ -6,6 +6,7 @@ from pathlib import Path
 import pages
 import plots
 import pytest
+import results
 
 PAGE = """\
 # A page
@@ -77,6 +78,89 @@ def test_an_output_without_columns_cannot_be_drawn():
     block = pages.blocks_of(Path("page.md"), plots.with_data(markdown, Path("page.md")))[-1]
     with pytest.raises(ValueError, match="no columns of numbers"):
         plots.plot(block)
+
+
+KEPT = """\
+# command: python benchmarks/some.py
+# machine: 2 cores, Linux
+# date: 2026-11-19
+
+── first ──────
+buckets  formula  simulated  other
+ 1       4.0      4.0        9
+ 2       3.0      –          9
+ 4       2.5      2.5        9
+
+── second ──────
+buckets  time
+1        7
+"""
+FENCE = """\
+```plot
+caption: A step.
+data: benchmarks/results/kept.txt::first
+columns: buckets, formula, simulated
+{style}
+x: buckets
+y: time
+```
+"""
+
+
+def drawn_from(folder, monkeypatch, kept=KEPT, fence=FENCE, style="lines: formula"):
+    monkeypatch.setattr(results, "ROOT", folder)
+    (folder / "benchmarks" / "results").mkdir(parents=True)
+    (folder / "benchmarks" / "results" / "kept.txt").write_text(kept)
+    markdown = plots.with_data(fence.format(style=style), Path("page.md"))
+    return plots.plot(pages.blocks_of(Path("page.md"), markdown)[0])
+
+
+def test_a_kept_table_is_drawn_and_says_where_it_comes_from(tmp_path, monkeypatch):
+    html = drawn_from(tmp_path, monkeypatch, style="lines: formula\npoints: simulated")
+    assert [len(line) for line in points(html)] == [3]  # the other column is points
+    assert html.count('r="4"') == 1 + 2  # one beside its name
+    assert 'r="3"' not in html
+    assert "A step. Made by <code>python benchmarks/some.py</code>: 2 cores, Linux, 2026-11-19." in html
+    assert "other" not in html
+
+
+def test_steps_stay_level_until_the_next_number(tmp_path, monkeypatch):
+    formula, simulated = points(drawn_from(tmp_path, monkeypatch, style="steps: all"))
+    assert len(formula) == 5
+    assert formula[0][1] == formula[1][1]
+    assert formula[1][0] == formula[2][0]
+    assert len(simulated) == 3
+
+
+def test_a_kept_table_may_have_commas(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    lines = ["# command: some", "# machine: one", "# date: 2026-11-19", "n,time", "1,4.5", "2,3"]
+    (tmp_path / "benchmarks" / "results" / "kept.csv").write_text("\n".join(lines))
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    block = pages.blocks_of(Path("page.md"), "```plot\ndata: benchmarks/results/kept.csv\n```\n")[0]
+    assert [len(line) for line in points(plots.plot(block))] == [2]
+
+
+@pytest.mark.parametrize("missing", ["command", "machine", "date"])
+def test_a_table_without_its_origin_cannot_be_drawn(missing, tmp_path, monkeypatch):
+    lines = [line for line in KEPT.splitlines() if f"# {missing}" not in line]
+    with pytest.raises(ValueError, match=r"kept\.txt does not say where it comes from; its first lines must be"):
+        drawn_from(tmp_path, monkeypatch, kept="\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("formula, simulated", "formula, simlated", "no column simlated; there are buckets, formula"),
+        ("kept.txt::first", "kept.txt::third", "no part 'third'"),
+        ("results/kept.txt", "results/none.txt", "none.txt is no file below benchmarks/results/"),
+        ("lines: formula", "lines: forms", "lines: this plot has no column forms"),
+    ],
+)
+def test_what_a_plot_cannot_find_is_named(old, new, complaint, tmp_path, monkeypatch):
+    fence = FENCE.format(style="lines: formula").replace(old, new)
+    with pytest.raises(ValueError, match=complaint):
+        drawn_from(tmp_path, monkeypatch, fence=fence)
 
 
 def test_a_format_has_as_many_cells_as_bits():
