@@ -1,4 +1,7 @@
-"""The `include` fence: the source of a function, class or file, as it stands in the tree."""
+"""The `include` fence: the source of a function, class or file, as it stands in the tree.
+
+The solution of an exercise is shown as `microparallel learn solution` shows it: without the marks of its hole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 
+from microparallel.learn.holes import solved
+
 ROOT = Path(__file__).resolve().parents[2]
+_SOLUTIONS = ROOT / "exercises" / "solutions"
 _SHOWN = ("src", "examples", "exercises", "tests", "docs")
 
 
@@ -22,10 +28,14 @@ def included(text: str) -> str:
     file = ROOT / path
     if "\n" in text.strip() or not file.is_file() or path.split("/")[0] not in _SHOWN:
         raise ValueError(f"include {text.strip()!r}: give one file below {', '.join(_SHOWN)}, as path or path::name")
-    lines = file.read_text(encoding="utf-8").splitlines()
-    first, last = _range(file, name, len(lines))
+    source = file.read_text(encoding="utf-8")
+    is_solution = file.is_relative_to(_SOLUTIONS)
+    if is_solution:
+        source = solved(source)
+    lines = source.splitlines()
+    first, last = _range(source, file, name, len(lines))
     code = textwrap.dedent("\n".join(lines[first - 1 : last])).rstrip()
-    where = f"{path}, lines {first} to {last}" if name else path
+    where = f"{path}, lines {first} to {last}" if name and not is_solution else path
     return code_block(code, where, file.name)
 
 
@@ -40,11 +50,11 @@ def code_block(code: str, title: str, filename: str) -> str:
     return f'<div class="highlight included">{head}<pre><code>{body}</code></pre></div>'
 
 
-def _range(file: Path, name: str, lines: int) -> tuple[int, int]:
+def _range(source: str, file: Path, name: str, lines: int) -> tuple[int, int]:
     """First and last line of a definition, its decorators and the comment above it included."""
     if not name:
         return 1, lines
-    found: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
+    found: ast.AST = ast.parse(source)
     for part in name.split("."):
         found = _child(found, part, file, name)
     decorators = getattr(found, "decorator_list", [])

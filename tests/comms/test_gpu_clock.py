@@ -191,7 +191,7 @@ honest = Recorder.__init__
 def as_on_one_gpu(recorder, comms, **named):
     """What the ranks of these tests talk through stands for a GPU's memory."""
     honest(recorder, comms, **named)
-    recorder._host_carries = False
+    recorder._carriers = recorder._gpu
 
 
 def recorded(comms, case, computes=3.0):

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 import microparallel as mp
-from microparallel.observe import Activity
+from microparallel.observe import Activity, ObservedCall
+from microparallel.observe.flight_recorder import NoEntry
 from microparallel.program import AllGather, AllReduce, Forward, Parameters
 from microparallel.trace.parts import parts
 
@@ -274,6 +275,36 @@ def told_late(comms):
 def test_a_computation_begins_when_what_its_thread_waited_for_has_ended(pool):
     gather, computation = sorted(pool.run(told_late, 1, timeout=30)[0].events, key=lambda event: event.computes)
     assert computation.name == "F0.0" and computation.asked >= gather.end
+
+
+def ended_before_it_was_waited_for(comms):
+    """Another thread has written down that a gather ended, just before a thread comes to wait for it."""
+    gather = Activity(AllGather(Parameters(0), "dp"), size=4, group=(0,))
+    computation = Activity(Forward(0, 0))
+
+    class Layer(nn.Module):
+        def forward(self, inputs):
+            (recorder,) = comms.observers
+            call = ObservedCall(NoEntry(), [recorder], gather)
+            thread = threading.Thread(target=call.completes)
+            thread.start()
+            thread.join()
+            call.waits()
+            call.ends()
+            recorder.begins(computation)
+            recorder.ends(computation)
+            return inputs
+
+    with mp.record(comms) as recorder:
+        Layer()(torch.ones(1))
+    return recorder.trace
+
+
+def test_a_computation_begins_when_what_had_ended_before_it_was_waited_for_has_ended(pool):
+    trace = pool.run(ended_before_it_was_waited_for, 1, timeout=30)[0]
+    gather, computation = sorted(trace.events, key=lambda event: event.computes)
+    assert computation.name == "F0.0" and computation.asked >= gather.end
+    assert gather.waited is None
 
 
 def left_alone(comms):

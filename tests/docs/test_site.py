@@ -21,7 +21,9 @@ TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "
 LESSONS = sorted(lesson for track in TRACKS for lesson in DOCS.glob(f"{track}/*.md"))
 PARTS = ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercise", "Quiz"]
 PREDICT_FIRST = ["Predict", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]
+ATTEMPT_FIRST = ["Predict", "What you need", *PREDICT_FIRST[1:]]
 PARTS_OF = dict.fromkeys(("sharding", "fewer_bytes", "surviving", "one_gpu"), PREDICT_FIRST)
+PARTS_OF |= dict.fromkeys(("data_parallel",), ATTEMPT_FIRST)
 
 
 @pytest.mark.timeout(150)
@@ -122,9 +124,22 @@ def test_a_lesson_has_its_parts(lesson):
     assert kinds & {"draw", "step"} or "![" in text.split("## The code")[0]
     assert kinds & {"include", "python"}
     if parts is not PARTS:  # a place for the guess, and what is right is folded away
-        guess = text.split("## Predict")[1].split("## Attempt")[0]
+        guess = text.split("## Predict")[1].split("\n## ")[0]
         assert 'class="guess"' in guess
-        assert re.search(r"^\?\?\? tip", text, re.MULTILINE)
+        assert re.search(r"^\?\?\? (tip|success)", text, re.MULTILINE)
+    if parts is ATTEMPT_FIRST:
+        assert '??? success "Compare your predictions"' in guess
+        assert '??? success "The answer: ' in text.split("\n## Reveal")[1].split("\n## Run it")[0]
+        tried = text.split("\n## Try\n")[1].split("\n## ")[0]
+        assert len(re.findall(r"^- ", tried, re.MULTILINE)) == len(re.findall(r"^\?\?\? note", tried, re.MULTILINE)) > 0
+
+
+def test_a_solution_is_shown_without_the_marks_of_its_hole():
+    path = "exercises/solutions/data_parallel/01_manual_averaging.py"
+    shown = re.sub(r"<[^>]+>", "", hook.sources.included(f"{path}::average_gradients"))
+    assert "total" in shown
+    assert "hole" not in shown
+    assert "NotImplementedError" not in shown
 
 
 def test_the_outline_names_every_lesson_and_the_glossary_links_every_word():

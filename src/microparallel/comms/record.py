@@ -148,9 +148,9 @@ class Recorder:
         self._trace: Trace | None = None
         # A GPU runs behind the host: there, events on its streams say what it did.
         self._gpu = GpuClock(comms.device) if gpu is None and comms.device.type == "cuda" else gpu
-        self._host_carries = comms.transport_name not in ("cuda", "nccl")
+        self._carriers = self._gpu if comms.transport_name in ("cuda", "nccl") else None  # the host carries, if None
         self._now: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.now
-        self._to_be_waited_for: dict[Activity, Row] = {}  # on a GPU, collectives that the host has done
+        self._to_be_waited_for: dict[Activity, Row] = {}  # collectives that have ended; nobody has waited
         self._last_of: dict[tuple[int, ...], Row] = {}  # of each group, the last collective on a GPU
         self._clocks: Clocks | None = None
 
@@ -235,10 +235,10 @@ class Recorder:
     def issued(self, activity: Activity, works: Sequence[Any]) -> None:
         """A collective was started: on a GPU, the stream that does it says when it begins and ends."""
         row = self._row_of.get(activity)
-        if self._gpu is None or self._host_carries or row is None:
+        if self._carriers is None or row is None:
             return
         if of_torch := works_of_torch(works):
-            begun, row.done = self._gpu.follow(of_torch, row.group)
+            begun, row.done = self._carriers.follow(of_torch, row.group)
             row.begun = begun if row.begun is None else row.begun
             return
         for work in works:
@@ -258,7 +258,10 @@ class Recorder:
 
     def waits(self, activity: Activity) -> None:
         """The rank has nothing left to do but to wait for this operation."""
-        row = self._row_of.get(activity) or self._to_be_waited_for.pop(activity, None)
+        row = self._row_of.get(activity)
+        if row is None and (row := self._to_be_waited_for.pop(activity, None)) and self._carriers is None:
+            self._waited_for[threading.get_ident()] = row  # it has ended: nobody waits, but what follows is later
+            return
         if row is not None and row.waited is None:
             row.waited = self._now()
             self._waited_for[threading.get_ident()] = row
@@ -273,7 +276,7 @@ class Recorder:
         row.parts -= 1
         if row.parts:
             return
-        if self._gpu is not None and not self._host_carries and row.waited is None and row.group:
+        if row.waited is None and row.group:
             self._to_be_waited_for[activity] = row
         row.arrived = activity.arrived if self._gpu is None else None  # the host saw it, not the GPU
         # To forget a value takes no time that a drawing could show.
@@ -290,13 +293,13 @@ class Recorder:
 
         On a GPU the stream knows it that has done it, or one that has waited for it: this thread's, say.
         """
-        if self._gpu is None or self._host_carries:  # of what is no call, no end is known
+        if self._carriers is None:  # of what is no call, no end is known
             return activity.ended if activity.ended is not None else self._now()
         works, row.works = row.works, []
         if row.done is not None and row.have_run == len(works):
             return row.done
         if works and all(work.done for work in works):  # some ran before this recorder was told of them
-            return self._gpu.end_of(works, row.group)
+            return self._carriers.end_of(works, row.group)
         return self._now()
 
     # ── what torch's hooks tell ─────────────────────────────────────────────────────────────────────────────────
@@ -355,7 +358,7 @@ class Recorder:
         start, *others = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
         if row.previous is not None and row.previous.end is not None:
             start = max(start, min(self._seconds(row.previous.end), others[0]))
-        if self._gpu is not None and not self._host_carries and kind_of(row.op) == "collective":
+        if self._carriers is not None and kind_of(row.op) == "collective":
             end, waited, _ = others
             # A stream that came to wait when all was done has not waited.
             others = [end, math.nan if waited >= end else waited, self._begun(row)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -29,6 +30,10 @@ from microparallel.observe.processes import descendants
 
 _SECONDS = 60.0  # for one check
 _TAG = "MICROPARALLEL_EXAM"  # every process of a check has it in its environment
+# Where a machine cannot look up its own name, torch says so of each connection: the learner has not printed that.
+_OF_TORCH = re.compile(
+    r"\[W\d+ [^]\n]*\] \[c10d\] The hostname of the client socket cannot be retrieved\. err=-?\d+\s*"
+)
 _KEEP = 4000  # characters of what was printed, from its beginning and from its end
 
 
@@ -133,7 +138,7 @@ class _Referee:
         return None
 
     def printed(self) -> str:
-        return self._output.text()
+        return _OF_TORCH.sub("", self._output.text())
 
     def _next_line(self, deadline: float) -> bytes | None:
         while b"\n" not in self._unread:
