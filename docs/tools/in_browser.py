@@ -28,6 +28,7 @@ import figures
 import from_npm
 
 from microparallel.playground import all_levels
+from microparallel.playground.showing import sets
 from microparallel.playground.starts import starts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,10 +107,11 @@ def playground(text: str) -> str:
 
 
 def puzzles() -> str:
-    """The place of the puzzles, as Markdown; until Python is there, it has a list of them, to which links can lead."""
+    """The place of the puzzles, as Markdown, with what their list needs; before that, a list for links."""
     items = "\n".join(f"1. {one.title}\n    {{: #{one.id} }}" for one in all_levels().values())
     listed = f'<div class="pg-until" markdown>\n\n{items}\n\n</div>'
-    return f'<div class="puzzles"{_lacks()} markdown>\n{listed}\n</div>'
+    known = html.escape(json.dumps(sets()), quote=True)
+    return f'<div class="puzzles" data-sets="{known}"{_lacks()} markdown>\n{listed}\n</div>'
 
 
 def _start(text: str) -> dict[str, Any]:

@@ -107,11 +107,97 @@ def test_a_puzzle_is_solved_kept_and_refuses_what_is_wrong(visitor):
     visitor.until("document.querySelector('.puzzles').dataset.shown === 'list'")
     solve(visitor, "two-stages")
     level(visitor, "two-stages")
-    assert "needs A0.0" in play(visitor, "1:F1.0")
+    assert "(A0.0). Place F0.0 on rank 0 first." in play(visitor, "1:F1.0")
     visitor.open(PUZZLES)
     visitor.until("document.querySelector('.puzzles').dataset.shown === 'list'")
     assert "★★★" in visitor.value("document.querySelector('[data-level=two-stages]').textContent")
     assert visitor.complaints == []
+
+
+NO_PYTHON = "window.Worker = class extends EventTarget { postMessage() {} terminate() {} };"
+
+
+def test_the_list_of_puzzles_does_not_wait_for_python(visitor):
+    script = visitor.call("Page.addScriptToEvaluateOnNewDocument", source=NO_PYTHON)["identifier"]
+    try:
+        visitor.open(PUZZLES)
+        visitor.until("document.querySelector('.puzzles').dataset.shown === 'list'")
+        assert visitor.value("document.querySelectorAll('.pz-list button').length") == len(LEVELS)
+        order = visitor.value("[...document.querySelector('.puzzles').children].map((one) => one.className)")
+        assert order.index("pg-status") < order.index("pg pz")
+        assert visitor.value("document.querySelector('.puzzles .pg-status').textContent") == "Loading Python …"
+    finally:
+        visitor.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+
+
+def test_a_board_is_found_again_as_it_was_left(visitor):
+    visitor.open(PUZZLES)
+    level(visitor, "two-micro-batches")
+    assert visitor.value("document.querySelector('.pz-about').open")  # it is read for the first time
+    play(visitor, "0:F0.0")
+    play(visitor, "0:F0.1")
+    lesson = "document.querySelector('.pz-about a')"
+    assert visitor.value(f"[{lesson}.target, {lesson}.rel]") == ["_blank", "noopener"]
+    visitor.open(f"{PUZZLES}#two-micro-batches")
+    moves = "document.querySelector('.puzzles').dataset.moves"
+    visitor.until(f"{moves} === '2'")
+    assert visitor.value("document.querySelectorAll('.pz-strip')[0].textContent") == "F0.0F0.1"
+    assert not visitor.value("document.querySelector('.pz-about').open")
+    visitor.value("document.querySelector('[data-do=again]').click()")
+    visitor.until(f"{moves} === '0'")
+    visitor.open(f"{PUZZLES}#two-micro-batches")
+    visitor.until(f"{moves} === '0'")
+    visitor.value("localStorage.setItem('microparallel-puzzles-boards', JSON.stringify({ 'two-stages': ['0:B0.0'] }))")
+    visitor.open(f"{PUZZLES}#two-stages")  # what was kept is no board any more
+    visitor.until("document.querySelector('.puzzles').dataset.level === 'two-stages'")
+    assert visitor.value(moves) == "0"
+    assert visitor.complaints == []
+
+
+def test_each_move_is_told_and_the_end_takes_the_focus(visitor):
+    visitor.open(PUZZLES)
+    level(visitor, "two-ranks")
+    visitor.value("document.querySelector('[data-slice=\"0.0\"]').click()")
+    label = "document.querySelector('[data-send]').getAttribute('aria-label')"
+    assert visitor.value(label) == "send C0 of rank 0 to rank 1"
+    visitor.value("document.querySelector('[data-send]').click()")
+    heard = "document.querySelector('.pz-heard[role=status]').textContent"
+    visitor.until(f"{heard} === 'Rank 0 sends rank 1 its C0, to be added there.'")
+    play(visitor, "1>0:+C0")
+    assert visitor.value("document.activeElement.textContent") == "Solved: 3 of 3 stars."
+    assert visitor.value("document.querySelector('.pz-done pre').textContent").startswith("import torch")
+    assert visitor.value("getComputedStyle(document.querySelector('.md-top')).display") == "none"
+    assert visitor.complaints == []
+
+
+def test_a_hint_says_more_each_time_it_is_asked_for(visitor):
+    visitor.open(PUZZLES)
+    level(visitor, "two-stages")
+    said = "document.querySelector('.puzzles').dataset.said"
+    told = []
+    for _ in range(3):
+        before = visitor.value(said)
+        visitor.value("document.querySelector('[data-do=hint]').click()")
+        visitor.until(f"{said} !== {json.dumps(before)}")
+        told.append(visitor.value(said).partition(" (Press")[0])
+    assert told == [
+        LEVELS["two-stages"].hint,
+        "In the solution that is known, a forward on rank 0 comes next.",
+        "Next: place the forward of stage 0, micro-batch 0 (F0.0) on rank 0.",
+    ]
+    assert visitor.value("document.querySelector('.pz-chip.is-new').textContent") == "F0.0"
+
+
+def test_on_a_phone_what_is_said_stays_in_sight_and_four_ranks_stand_two_by_two(visitor):
+    visitor.open(f"{PUZZLES}#six-hops", width=390, height=500, touch=True)
+    visitor.until("document.querySelector('.puzzles').dataset.level === 'six-hops'")
+    boxes = "[...document.querySelectorAll('.pz-rank')].map((one) => one.getBoundingClientRect())"
+    (x0, y0), (x1, y1), (x2, y2), (x3, y3) = visitor.value(f"{boxes}.map((box) => [box.x, box.y])")
+    assert x0 == x2 < x1 == x3
+    assert y0 == y1 < y2 == y3
+    visitor.value("document.querySelectorAll('.pz-rank')[2].scrollIntoView({ block: 'start' })")
+    box = "document.querySelector('.pz-said').getBoundingClientRect()"
+    assert 0 <= visitor.value(f"{box}.top") < visitor.value(f"{box}.bottom") <= 170
 
 
 def test_opened_from_a_disk_the_pages_say_how_to_open_them(browser, site):
@@ -286,7 +372,7 @@ def test_a_phone_shows_all_of_it(visitor, page):
 @pytest.mark.timeout(120)
 def test_a_puzzle_is_solved_with_the_keyboard_alone(visitor):
     visitor.open(f"{PUZZLES}#two-stages")
-    visitor.until("document.querySelector('.puzzles')?.dataset.level === 'two-stages'")
+    level(visitor, "two-stages")
     label = "document.activeElement.getAttribute('aria-label')"
     for op in ("F0.0", "F1.0", "B1.0", "B0.0"):
         for _ in range(60):
@@ -305,7 +391,7 @@ def test_a_puzzle_is_solved_with_the_keyboard_alone(visitor):
 @pytest.mark.timeout(120)
 def test_an_operation_is_dragged_to_its_place_and_taken_away(visitor):
     visitor.open(f"{PUZZLES}#two-micro-batches")
-    visitor.until("document.querySelector('.puzzles')?.dataset.level === 'two-micro-batches'")
+    level(visitor, "two-micro-batches")
 
     def drag(move, x):
         """From the tray to the first list, to this share of its width."""

@@ -23,7 +23,7 @@ PARTS = ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercis
 PREDICT_FIRST = ["Predict", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]
 ATTEMPT_FIRST = ["Predict", "What you need", *PREDICT_FIRST[1:]]
 PARTS_OF = dict.fromkeys(("sharding", "fewer_bytes", "surviving", "one_gpu"), PREDICT_FIRST)
-PARTS_OF |= dict.fromkeys(("data_parallel",), ATTEMPT_FIRST)
+PARTS_OF |= dict.fromkeys(("data_parallel", "pipeline"), ATTEMPT_FIRST)
 
 
 @pytest.mark.timeout(150)

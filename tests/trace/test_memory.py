@@ -1,5 +1,7 @@
 """Bytes over time: the formulas of sharding hold exactly, and what is freed is gone."""
 
+from dataclasses import replace
+
 import pytest
 
 import microparallel as mp
@@ -65,6 +67,44 @@ def test_parameters_that_are_freed_are_there_between_gather_and_free():
     first, _ = memory(program, seconds_per_byte=0)
     assert first.at(0)["parameters"] == 4 + 4  # both halves, and stage 0 whole
     assert first.peak_of("parameters") == 4 + 4 and first.kinds["parameters"][-1][1] == 4
+
+
+LATE = "~T0@dp F0.{0} ~T1@dp F1.{0} B1.{0} %U1.0@dp !T0 ~T0@dp B0.{0} %U0.0@dp !D0.{0} !D1.{0} !T0 !T1 S"
+GOAL = "goal: training step of 2 stages, 2 micro-batches, buckets 0:1 1:2, sharded\n"
+
+
+def test_what_a_rank_frees_late_is_there_until_then():
+    """A rank comes to a Free when it has computed all that stands before it, as a real rank does."""
+    rows = "".join(f"rank {rank}: {LATE.format(rank)}\n" for rank in (0, 1))
+    program = from_text(f"program late\n{GOAL}{rows}")
+    mp.verify(program)
+    first, _ = memory(program, seconds_per_byte=1)
+    # Forwards from 0.5 and 2, backwards from 3 and 6. At 5 layer 0 is freed and gathered anew, at 8 all is freed.
+    assert first.kinds["parameters"] == [(0, 8), (1.5, 12), (5, 8), (5.5, 12), (8, 4)]
+    assert first.kinds["gradients"] == [(0, 0), (3, 4), (5, 6), (6, 10), (8, 8), (8.5, 4)]
+    assert first.peak == (8, 12 + 8 + 12)  # the sum's part is there before the gradients and parameters are freed
+
+
+def test_what_happens_at_one_moment_happens_in_the_order_of_the_program():
+    """A rank that gathers the second layer, and then frees the first, holds both for that moment."""
+    peaks = []
+    for between in ("!T0 ~T1@dp", "~T1@dp !T0"):
+        row = f"~T0@dp F0.R {between} F1.R B1.R %U1.0@dp !D1.R !T1 ~T0@dp B0.R %U0.0@dp !D0.R !T0 S"
+        rows = "".join(f"rank {rank}: {row.replace('R', str(rank))}\n" for rank in (0, 1))
+        program = from_text(f"program now\n{GOAL}{rows}")
+        mp.verify(program)
+        moments = memory(program, seconds_per_byte=0)[0].moments
+        peaks.append(max(sizes["parameters"] for _, sizes in moments))
+    assert peaks == [4 + 4, 4 + 8]
+
+
+def test_the_beginning_of_a_step_holds_what_it_has_not_freed_yet():
+    """Only what was done counts; what the rest of the program frees is there until then."""
+    program = from_text(f"program late\n{GOAL}rank 0: {LATE.format(0)}\nrank 1: {LATE.format(1)}\n")
+    trace = mp.simulate(program, mp.Costs(sizes=SIZES, seconds_per_byte=1))
+    begun = replace(trace, events=[event for event in trace.events if event.end <= 5.5])
+    assert begun.memory[0].kinds["parameters"] == [(0, 8), (1.5, 12), (5, 8)]
+    assert begun.memory[0].kinds["gradients"] == [(0, 0), (3, 4), (5, 6)]
 
 
 def test_gpipe_holds_more_activations_than_1f1b():

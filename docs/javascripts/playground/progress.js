@@ -1,18 +1,26 @@
 // What was reached, kept in this browser, and as a file. A file's solutions are played again: stars come from the board alone.
+// Beside it the browser keeps the moves of each board that was begun, so that its player finds them again.
 
 const KEY = "microparallel-puzzles";
+const BOARDS = "microparallel-puzzles-boards";
 const MOST = 1000000; // characters of a file
 
 export function stars(reached, most) {
   return "★".repeat(reached) + "☆".repeat(most - reached);
 }
 
+function areMoves(moves) {
+  return Array.isArray(moves) && moves.length <= 200 && moves.every((move) => typeof move === "string" && move.length < 60);
+}
+
 export class Progress {
   constructor(ask, sets) {
     this.ask = ask;
-    this.known = new Set(sets.flatMap((set) => set.levels.map((level) => level.id)));
+    this.known = new Map(sets.flatMap((set) => set.levels.map((level) => [level.id, level.stars])));
     this.levels = {};
+    this.boards = {};
     this.trouble = "";
+    try { this.boards = this.begun(JSON.parse(localStorage.getItem(BOARDS) ?? "{}")); } catch { /* they begin anew */ }
     try { this.levels = this.checked(JSON.parse(localStorage.getItem(KEY) ?? "{}")); } catch {
       this.trouble = "What this browser has kept cannot be read; it begins anew.";
     }
@@ -21,12 +29,31 @@ export class Progress {
   checked(found) {
     const levels = typeof found?.levels === "object" && found.levels !== null ? found.levels : {};
     const whole = (number) => Number.isInteger(number) && number >= 0 && number <= 3;
-    return Object.fromEntries(Object.entries(levels).filter(([name, one]) => this.known.has(name) && whole(one?.stars)
-      && Array.isArray(one.moves) && one.moves.length <= 200 && one.moves.every((move) => typeof move === "string" && move.length < 60)));
+    return Object.fromEntries(Object.entries(levels).filter(([name, one]) => this.known.has(name) && whole(one?.stars) && areMoves(one.moves)));
   }
 
+  begun(found) {
+    return Object.fromEntries(Object.entries(found ?? {}).filter(([name, moves]) => this.known.has(name) && areMoves(moves)));
+  }
+
+  /** Whether a level was opened in this browser before. */
+  seen(name) {
+    return name in this.boards;
+  }
+
+  /** The moves with which a level was left. */
+  board(name) {
+    return this.boards[name] ?? [];
+  }
+
+  keep(name, moves) {
+    this.boards[name] = moves;
+    try { localStorage.setItem(BOARDS, JSON.stringify(this.boards)); } catch { /* nothing is kept; `save` says so */ }
+  }
+
+  /** Its stars; a level may have had one more when they were kept. */
   stars(name) {
-    return this.levels[name]?.stars ?? 0;
+    return Math.min(this.levels[name]?.stars ?? 0, this.known.get(name));
   }
 
   note(name, { score, moves }) {
@@ -67,6 +94,7 @@ export class Progress {
 
   clear() {
     this.levels = {};
-    try { localStorage.removeItem(KEY); } catch { /* there is nothing to remove */ }
+    this.boards = {};
+    try { localStorage.removeItem(KEY); localStorage.removeItem(BOARDS); } catch { /* there is nothing to remove */ }
   }
 }

@@ -6,26 +6,28 @@ import { draggable } from "./drag.js";
 import { Progress, stars } from "./progress.js";
 import { python } from "./python.js";
 
-export async function show(place, root) {
-  const status = make("p", { class: "pg-status", role: "status" }, "Loading Python …");
-  place.append(status);
+export function show(place, root) {
+  const sets = JSON.parse(place.dataset.sets);
+  const status = make("p", { class: "pg-status", role: "status" });
+  const heard = make("p", { class: "pz-heard", role: "status" }); // what a screen reader is told of each move
+  place.prepend(status);
   const ask = python();
-  const sets = await new Promise((resolve, reject) => {
-    ask.watch((state, words) => { if (state === "failed") reject(new Error(words)); });
-    ask.ask({ ask: "levels" }).then(resolve, reject);
+  ask.watch((state, words) => {
+    status.textContent = { loading: "Loading Python …", failed: `Python could not be started: ${words}` }[state] ?? "";
   });
-  status.remove();
-  const game = new Game(place, root, ask, sets);
+  const game = new Game(place, root, ask, sets, heard);
   addEventListener("hashchange", () => game.follow());
   game.follow();
 }
 
+const HINTS = 3; // steps, as hints.py has them
+
 class Game {
-  constructor(place, root, ask, sets) {
-    Object.assign(this, { place, root, ask, sets, progress: new Progress(ask, sets) });
+  constructor(place, root, ask, sets, heard) {
+    Object.assign(this, { place, root, ask, sets, heard, progress: new Progress(ask, sets) });
     this.order = sets.flatMap((set) => set.levels.map((level) => level.id));
     this.element = make("div", { class: "pg pz" });
-    place.append(this.element);
+    place.append(heard, this.element);
   }
 
   async follow() {
@@ -39,10 +41,17 @@ class Game {
     else location.hash = name;
   }
 
+  /** The page's own words above the puzzles: open until they were read once, and beside the list. */
+  introduce(open) {
+    const intro = document.querySelector(".pz-intro");
+    if (intro !== null) intro.open = open;
+  }
+
   // ── the list ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
   overview() {
     delete this.place.dataset.level;
+    this.introduce(this.order.every((name) => !this.progress.seen(name)));
     const file = make("input", { type: "file", accept: ".json,application/json", hidden: true, "aria-label": "file with progress" });
     const words = make("p", { class: "pz-said", role: "status" }, this.progress.trouble);
     file.addEventListener("change", async () => {
@@ -74,18 +83,26 @@ class Game {
   // ── a level ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
   async open(name) {
-    this.mode = { before: null, slices: null, arrive: "auto" };
+    this.mode = { before: null, slices: null, arrive: "auto", hints: 0, reads: !this.progress.seen(name) };
     this.name = name;
-    await this.play([]);
+    this.introduce(false);
+    await this.play(this.progress.board(name));
+    this.progress.keep(name, this.board.moves);
     this.element.querySelector("h2")?.focus();
   }
 
   /** Show the board after these moves. */
   async play(moves, words = "", kind = "") {
+    const name = this.name;
+    const ask = (made) => this.ask.ask({ ask: "open", level: name, moves: made });
     try {
-      this.board = await this.ask.ask({ ask: "open", level: this.name, moves });
+      const board = await ask(moves).catch((error) => (moves.length ? ask([]) : Promise.reject(error))); // kept by an older level
+      if (name !== this.name) return; // another level was chosen meanwhile
+      this.board = board;
+      this.mode.slices = null;
+      this.progress.keep(name, board.moves);
       this.paint(words, kind);
-    } catch (error) { this.paint(error.message, "refused"); }
+    } catch (error) { this.complain(error); }
   }
 
   async move(text, focus = null) {
@@ -94,13 +111,17 @@ class Game {
     this.mode.before = null;
     try {
       const { board, refused, words } = await this.ask.ask({ ask: "move", level: this.name, moves: this.board.moves, move: text });
-      if (refused !== undefined) { this.say(refused, "refused"); return; }
+      if (refused !== undefined) { this.paint(refused, "refused"); this.refocus(focus); return; }
       this.board = board;
       this.mode.slices = null;
+      this.mode.hints = Math.min(this.mode.hints, 1); // the direction was told; a place and a move are told anew
+      this.progress.keep(this.name, board.moves);
       if (board.score) this.progress.note(this.name, board);
-      this.paint(board.score ? "Solved." : words, board.score ? "solved" : "");
-      this.refocus(focus);
-    } catch (error) { this.say(error.message, "refused"); } finally { this.busy = false; }
+      if (board.score) {
+        this.paint(`Solved: ${board.score.stars} of ${board.score.most} stars.`, "solved");
+        this.words.focus({ preventScroll: false });
+      } else { this.paint(words); this.refocus(focus); }
+    } catch (error) { this.complain(error); } finally { this.busy = false; }
   }
 
   refocus(focus) {
@@ -110,8 +131,24 @@ class Game {
 
   say(words, kind = "") {
     this.words.className = `pz-said ${kind ? `is-${kind}` : ""}`;
-    this.words.textContent = words || "Choose what comes next.";
+    this.words.textContent = words || this.wanted();
     this.place.dataset.said = words;
+    this.heard.textContent = "";
+    requestAnimationFrame(() => { this.heard.textContent = this.words.textContent; }); // also when it says the same again
+  }
+
+  complain(error) {
+    if (this.board?.level.id === this.name) this.say(error.message, "refused");
+    else this.element.replaceChildren(make("p", { class: "pz-said is-refused", role: "status" }, error.message));
+  }
+
+  /** What a player is to do next. */
+  wanted() {
+    const { slices, before } = this.mode;
+    if (this.board.score) return `Solved: ${this.board.score.stars} of ${this.board.score.most} stars.`;
+    if (this.board.level.kind !== "messages") return before === null ? "Choose what comes next." : "Choose what comes before it.";
+    return slices === null ? "Choose a slice of a rank. Its neighbours can be chosen with it, and travel together."
+      : `${named(slices)} of rank ${slices.rank} ${slices.to - slices.from > 1 ? "are" : "is"} chosen: now the rank to send to.`;
   }
 
   async undo() {
@@ -122,36 +159,36 @@ class Game {
   }
 
   async hint() {
+    const step = Math.min(this.mode.hints + 1, HINTS);
     try {
-      const hint = await this.ask.ask({ ask: "hint", level: this.name, moves: this.board.moves });
-      this.say(hint.words);
+      const hint = await this.ask.ask({ ask: "hint", level: this.name, moves: this.board.moves, step });
+      this.mode.hints = step;
+      this.say(hint.words + (step < HINTS && !this.board.score ? " (Press Hint again for more.)" : ""));
       for (const chip of this.element.querySelectorAll(".is-new")) chip.classList.remove("is-new");
       if (hint.move) this.element.querySelector(`[data-move="${CSS.escape(hint.move)}"]`)?.classList.add("is-new");
-    } catch (error) { this.say(error.message, "refused"); }
+    } catch (error) { this.complain(error); }
   }
 
-  paint(words, kind) {
+  paint(words = "", kind = "") {
     const { level } = this.board;
-    this.words = make("p", { role: "status", "aria-live": "assertive" });
+    this.words = make("p", { tabindex: "-1" });
     const index = this.order.indexOf(this.name);
     const board = level.kind === "messages" ? this.messages() : this.lists();
     board.addEventListener("keydown", (event) => this.key(event));
-    const second = level.measure ? `; ${level.measure}: ${this.board.second || 0}` : "";
+    const stands = [`Time ${this.board.makespan || 0}`, level.measure ? `${level.measure}: ${this.board.second || 0}` : "", this.standing(level)];
     this.element.replaceChildren(
       make("div", { class: "pg-row" }, button("‹ All puzzles", () => { location.hash = ""; }),
-        make("span", { class: "pg-quiet" }, `${level.set}, ${index + 1} of ${this.order.length}`)),
+        make("span", { class: "pg-quiet" }, `Puzzle ${index + 1} of ${this.order.length} · ${level.set}`)),
       make("h2", { tabindex: "-1" }, level.title),
-      make("p", {}, level.story),
-      make("ul", { class: "pz-rules" }, ...level.rules.map((rule) => make("li", {}, rule)), make("li", {}, this.aims(level)),
-        make("li", {}, "Lesson: ", make("a", { href: new URL(`${level.lesson}.html`, this.root).href }, "what is behind it"), ".")),
+      this.about(level),
+      this.aims(level),
       this.words,
       board,
-      make("p", { class: "pz-stands" }, `Time ${this.board.makespan || 0}${second}. `
-        + (this.board.score ? "Solved." : this.standing(level))),
+      make("p", { class: "pz-stands" }, stands.filter(Boolean).join(" · ")),
       make("div", { class: "pg-row" },
         button("Undo", () => this.undo(), { "data-do": "undo", disabled: this.board.moves.length === 0 }),
         button("Hint", () => this.hint(), { "data-do": "hint" }),
-        button("Start again", () => this.play([], "From the beginning."), { disabled: this.board.moves.length === 0 })),
+        button("Start again", () => this.play([], "From the beginning."), { "data-do": "again", disabled: this.board.moves.length === 0 })),
       this.board.score ? this.done(index) : "");
     this.say(words, kind);
     this.place.dataset.shown = "level";
@@ -159,28 +196,42 @@ class Game {
     this.place.dataset.moves = this.board.moves.length;
   }
 
+  /** What is asked, what the signs mean, and the rules: folded away when it has been read once. */
+  about(level) {
+    const lesson = new URL(`${level.lesson}.html`, this.root).href;
+    return make("details", { class: "pz-about", open: this.mode.reads, ontoggle: (event) => { this.mode.reads = event.target.open; } },
+      make("summary", {}, "What is asked, and the rules"),
+      make("p", {}, level.story),
+      make("div", { class: "pz-facts" }, make("dl", { class: "pz-legend" }, ...level.legend.map(([sign, words]) => make("div", {}, make("dt", {}, make("code", {}, sign)), make("dd", {}, words)))),
+      make("ul", { class: "pz-rules" }, ...level.rules.map((rule) => make("li", {}, rule)),
+        make("li", {}, "Lesson: ", make("a", { href: lesson, target: "_blank", rel: "noopener" }, "what is behind it"), " (opens in a new tab)."))));
+  }
+
+  /** A star for each aim. */
   aims(level) {
-    return level.stars === 3 ? `Stars: one for solving it, one for the shortest time that is known, one for as little as in that solution of this: ${level.measure}.`
-      : "Stars: one for solving it, one for the shortest time that is known.";
+    return make("p", { class: "pz-aims" }, "Stars: ", level.targets.flatMap((words, index) => [index ? " · " : "", make("span", {}, `★ ${words}`)]));
   }
 
   standing(level) {
-    if (level.kind !== "messages") return `${this.board.missing}.`;
+    if (this.board.score) return "solved";
+    if (level.kind !== "messages") return this.board.missing;
     const open = this.board.hops.holds.flat().filter((slice) => slice.wanted && !slice.whole).length;
-    return open ? `${open} ${open === 1 ? "slice is" : "slices are"} not whole yet where the goal wants them.` : this.board.missing;
+    return open ? `${open} ${open === 1 ? "slice is" : "slices are"} not whole yet where the goal wants them` : this.board.missing;
   }
 
   done(index) {
     const { score, level } = this.board;
     const next = this.order[index + 1];
-    const [save, command, ...more] = score.run;
+    const run = score.run.map((line, place) => (place % 2 === 0 ? make("p", {}, line) : make("pre", { tabindex: "0" }, make("code", {}, line))));
+    const command = score.run[1];
     return make("section", { class: "pz-done", "aria-label": "solved" },
       make("p", { class: "pz-stars", "aria-label": `${score.stars} of ${score.most} stars` }, stars(score.stars, score.most)),
+      ...score.missing.map((line) => make("p", { class: "pz-lacks" }, line)),
       ...score.known.map((line) => make("p", {}, line)),
-      make("p", {}, save), command ? make("pre", { tabindex: "0" }, make("code", {}, [command, ...more].join("\n"))) : null,
+      ...run,
       make("div", { class: "pg-row" },
         next ? button("Next puzzle ›", () => this.go(next), { class: "pg-button is-main", "data-do": "next" }) : null,
-        button("Download the program", () => keep(`${level.id}.txt`, "text/plain", score.program)),
+        button("Download the program", () => keep("mine.txt", "text/plain", score.program)),
         button("Copy the command", (event) => copy(command ?? score.program, event.currentTarget)),
         button("Open in the playground", async () => {
           const page = new URL("playground/index.html", this.root);
@@ -237,15 +288,16 @@ class Game {
     const step = Math.max(1, Math.ceil(end / 12));
     const axis = make("div", { class: "pz-axis", "aria-hidden": "true" },
       ...Array.from({ length: Math.floor(end / step) + 1 }, (_, index) => make("span", { style: `left:${index * step / end * 100}%` }, String(index * step))));
-    const order = ordered ? make("div", {}, make("p", { class: "pg-quiet pz-label" }, "the list, in order"), make("ol", { class: "pz-order", "aria-label": `the list of ${row.name}` },
+    const order = ordered && row.placed.length ? make("div", {}, make("p", { class: "pg-quiet pz-label" }, "the list, in order"), make("ol", { class: "pz-order", "aria-label": `the list of ${row.name}` },
       ...row.placed.map((one) => make("li", {}, this.placed(one, which, row))))) : null;
     const before = this.mode.before;
     const target = before !== null && before.which === which;
     const tray = make("div", { class: "pz-chips", role: "group", "aria-label": `to place on ${row.name}` },
-      ...row.left.map((one) => this.chip(one, { "data-move": `${which}:${one.op}`, "aria-label": `place ${one.op}, ${one.word}, on ${row.name}` },
+      ...row.left.map((one) => this.chip(one, { "data-move": `${which}:${one.op}`, "aria-label": `place ${one.name}, ${one.word}, on ${row.name}` },
         () => this.move(`${which}${target ? `@${before.at}` : ""}:${one.op}`, `[aria-label="to place on ${row.name}"] button`), which)));
-    const note = target ? make("p", { class: "pg-quiet" }, `What you choose next stands before ${row.placed[before.at]?.op}. `,
-      button("Take it away", () => this.move(`${which}@${before.at}:-`)), " ", button("Never mind", () => { this.mode.before = null; this.paint(""); })) : null;
+    const note = target ? make("p", { class: "pg-quiet" }, `What you choose next stands before ${row.placed[before.at]?.name}. `,
+      button("Take it away", () => this.move(`${which}@${before.at}:-`), { "aria-label": `take ${row.placed[before.at]?.name} away from ${row.name}` }), " ",
+      button("Never mind", () => { this.mode.before = null; this.paint(); }, { "aria-label": `choose nothing on ${row.name}` })) : null;
     return make("section", { class: "pz-row", "aria-label": row.name }, make("p", { class: "pz-name" }, row.name),
       make("div", { class: "pz-scroll", tabindex: row.placed.length ? null : "-1" }, make("div", { style: `width:${width}` }, ...strips, axis)), order, note,
       make("p", { class: "pg-quiet pz-label" }, row.left.length ? "to place" : "all placed"), row.left.length ? tray : null);
@@ -256,16 +308,16 @@ class Game {
     const pressed = this.mode.before?.which === which && this.mode.before.at === one.at;
     return this.chip(one, {
       "aria-pressed": String(pressed), "data-away": `${which}@${one.at}:-`, "data-at": one.at,
-      "aria-label": `${one.op}, ${one.word}, on ${row.name}, from ${tidy(one.start)} to ${tidy(one.end)}; choose it to place something before it, delete takes it away`,
+      "aria-label": `${one.name}, ${one.word}, on ${row.name}, from ${tidy(one.start)} to ${tidy(one.end)}; choose it to place something before it, delete takes it away`,
     }, () => {
       this.mode.before = pressed ? null : { which, at: one.at };
-      this.paint(pressed ? "" : `${one.op} is chosen.`);
+      this.paint(pressed ? "" : `${one.name} is chosen: what you choose next stands before it.`);
       this.refocus(`[data-away="${which}@${one.at}:-"]`);
     }, null, style);
   }
 
   chip(one, more, press, from = null, style = "") {
-    const chip = make("button", { type: "button", class: "pz-chip", title: `${one.op}: ${one.word}`, onclick: press, style: `--fill:${one.fill};--ink:${one.ink};${style}`, ...more }, one.name);
+    const chip = make("button", { type: "button", class: "pz-chip", title: `${one.name}: ${one.word}`, onclick: press, style: `--fill:${one.fill};--ink:${one.ink};${style}`, ...more }, one.name);
     if (from !== null) draggable(chip, `.pz-strip[data-which="${from}"]`, (strip, x) => {
       const chips = [...strip.closest(".pz-row").querySelectorAll(".pz-strip [data-at]")];
       const after = chips.filter((other) => { const box = other.getBoundingClientRect(); return box.x + box.width / 2 < x; });
@@ -287,15 +339,14 @@ class Game {
       const card = make("section", { class: "pz-rank", "aria-label": `rank ${rank}`, "data-rank": rank }, make("p", { class: "pz-name" }, `rank ${rank}`),
         ...slices.map((slice, index) => this.slice(slice, hops.begin[rank][index], rank, index)),
         chosen !== null && chosen.rank !== rank
-          ? button(`Send ${named(chosen)} here`, () => this.send(rank), { class: "pg-button pz-send is-main", "data-send": rank }) : null);
+          ? button(`Send ${named(chosen)} here`, () => this.send(rank),
+            { class: "pg-button pz-send is-main", "data-send": rank, "aria-label": `send ${named(chosen)} of rank ${chosen.rank} to rank ${rank}` }) : null);
       return card;
     });
     const last = hops.sent.length - 1;
     const sent = make("ol", { class: "pz-hops" }, ...hops.sent.map((messages, hop) => make("li", {},
-      messages.length ? messages.join("; ") : hop === last ? "nothing is sent in this hop yet" : "")));
+      messages.length ? make("ul", {}, ...messages.map((message) => make("li", {}, message))) : hop === last ? "nothing is sent in this hop yet" : "")));
     return make("div", { class: "pz-board" },
-      make("p", { class: "pg-quiet" }, chosen === null ? "Choose a slice of a rank (several that lie next to each other travel together), then the rank it goes to."
-        : `${named(chosen)} of rank ${chosen.rank} is chosen: now the rank it goes to.`),
       make("div", { class: "pz-ranks" }, ...ranks),
       make("div", { class: "pg-row" }, level.goal.startsWith("all-reduce") || level.goal.startsWith("reduce") ? how : null,
         button("Next hop", () => this.move("next", "[data-do=hop]"), { "data-do": "hop", disabled: hops.sent[last].length === 0, "data-move": "next" })),
@@ -328,7 +379,7 @@ class Game {
       else if (index >= now.from && index < now.to) next = now.to - now.from === 1 ? null : index === now.from ? { ...now, from: index + 1 } : { ...now, to: index };
     }
     this.mode.slices = next;
-    this.paint("");
+    this.paint();
     this.element.querySelector(`[data-slice="${rank}.${index}"]`)?.focus({ preventScroll: true });
   }
 

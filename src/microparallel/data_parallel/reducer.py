@@ -487,6 +487,7 @@ class Reducer:
         if isinstance(bucket, CompressedBucket):
             bad = (self._names[bucket.parameters[index]] for index in bucket.unsendable)
             self._not_finite += [name for name in bad if name not in self._not_finite]
+        self._tell_of_freed(operation)
         if self._observed is not None:
             self._observed.begin_next()
 
@@ -536,7 +537,7 @@ class Reducer:
         if self._guard is not None and self._guard.overflow:
             self._remove_gradients()
             self._residuals_of_step.give_back(self.buckets)
-        self._let_gradients_go()
+        self._count_pass()
         if not self._learnt:
             self._learn_order()
         self._clean_up()
@@ -587,17 +588,19 @@ class Reducer:
         for parameter in self._names:
             parameter.grad = None
 
-    def _let_gradients_go(self) -> None:
-        """At level 2: tell the observers that the whole gradients are gone; count the pass."""
-        if self.level < 2:
+    def _tell_of_freed(self, operation: Sum) -> None:
+        """At level 2, tell the observers that a bucket's gradients are let go: its sum, which has begun, does that."""
+        if self.level < 2 or not self._comms.observers or not self._arrived:
             return
-        if self._comms.observers and self._arrived:
-            mine = range(self._turn, self.microbatch + 1)  # those in no_sync, too
-            numbers = [microbatch * self._comms.world_size + self._comms.rank for microbatch in mine]
-            for stage, number in itertools.product(reversed(range(len(self.buckets))), numbers):
-                with Observation(self._comms.observers, Activity(Free(Delta(stage, number)))):
-                    pass
-        self._turn += 1
+        stage = len(self.buckets) - 1 - self._bucket_of(operation).number
+        for microbatch in range(self._turn, self.microbatch + 1):  # those in no_sync, too
+            number = microbatch * self._comms.world_size + self._comms.rank
+            with Observation(self._comms.observers, Activity(Free(Delta(stage, number)))):
+                pass
+
+    def _count_pass(self) -> None:
+        """At level 2 each pass of a step has sums of its own."""
+        self._turn += self.level == 2
 
     def step_ends(self) -> None:
         """The optimizer has updated the weights: micro-batches are counted anew."""

@@ -609,7 +609,7 @@ class UnitReducer(Reducer):
         self._finishing = True
         self._go_on()
 
-    def _let_gradients_go(self) -> None:
+    def _count_pass(self) -> None:
         self._turn += 1
 
     def _require_fine(self) -> None:

@@ -100,8 +100,8 @@ def peak_table(strips: Strips, width: int | None, when: Callable[[float], str] =
     kinds = strips.kinds
     rows = [["peak", "time", "all", *kinds]]
     for rank, memory in enumerate(strips.ranks):
-        time, size = memory.peak
-        then = memory.at(time)
+        time, then = memory.highest
+        size = sum(then.values())
         rows.append([f"rank {rank}", when(time), size_text(size), *(size_text(then[kind]) for kind in kinds)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     between = 2 if width is None or sum(widths) + 2 * len(widths) - 2 <= width else 1
@@ -157,7 +157,8 @@ def _peak(memory: RankMemory, x: Callable[[float], float], bounds: Interval, bot
     text = size_text(size)
     room = len(text) * CHARACTER + 10
     left = at + room > x(bounds[1]) and at - room > x(bounds[0])
-    shares = ", ".join(f"{KINDS[kind].word} {size_text(part)}" for kind, part in memory.at(time).items() if part)
+    parts = memory.highest[1].items()
+    shares = ", ".join(f"{KINDS[kind].word} {size_text(part)}" for kind, part in parts if part)
     return element(
         "g",
         element("title", f"the most: {text}: {shares}"),

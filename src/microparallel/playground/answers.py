@@ -9,11 +9,12 @@ from typing import Any
 from microparallel.errors import UsageError
 from microparallel.playground import showing
 from microparallel.playground.board import Board, Refused
-from microparallel.playground.hints import hint
+from microparallel.playground.hints import STEPS, hint
 from microparallel.playground.levels import level_named
 from microparallel.playground.looking import file_of, look
 from microparallel.playground.reading import read
 from microparallel.playground.starts import start, starts, with_messages
+from microparallel.playground.words import sentence
 from microparallel.program import to_text
 
 Question = dict[str, Any]
@@ -80,11 +81,11 @@ def _move(asked: Question) -> dict[str, Any]:
         after = board.after(asked["move"])
         return {"board": showing.shown(after), "words": showing.done(after)}
     except Refused as error:
-        return {"refused": str(error)}
+        return {"refused": sentence(str(error))}
 
 
 def _hint(asked: Question) -> dict[str, Any]:
-    return hint(_board(asked))
+    return hint(_board(asked), asked.get("step", STEPS))
 
 
 _ANSWERS: dict[str, Callable[[Question], Any]] = {

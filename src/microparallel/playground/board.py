@@ -24,12 +24,12 @@ from typing import Any
 
 from microparallel.errors import ProgramError, UsageError
 from microparallel.playground.levels import MEASURES, Level
+from microparallel.playground.words import in_words, named, slices_named, value_words
 from microparallel.program import (
     Act,
     Backward,
     BackwardInput,
     BackwardWeight,
-    Bucket,
     Collective,
     Delta,
     Forward,
@@ -37,15 +37,14 @@ from microparallel.program import (
     Grad,
     Join,
     Op,
-    Parameters,
     Program,
     Recv,
     Rest,
     Rules,
     Send,
-    Shard,
     Slices,
     Value,
+    is_meeting,
     parse_op,
     parse_value,
 )
@@ -53,7 +52,7 @@ from microparallel.program.symbols import Symbol
 from microparallel.simulator import simulate
 from microparallel.text import count, short
 from microparallel.trace import Trace
-from microparallel.verifier import Missing, verify, verify_beginning
+from microparallel.verifier import GatheredAgain, Missing, verify, verify_beginning
 from microparallel.verifier.collective import contents_after
 
 MOST_MOVES = 200
@@ -141,7 +140,8 @@ class Board:
             op = _parsed(word)
             if op not in self.left(which):
                 home = self._home(op)
-                raise Refused(f"{op} is {home}" if home else f"{op} is not among what can be placed here")
+                name = named(op)
+                raise Refused(f"{name} is {home}" if home else f"{name} is not among what can be placed here")
             mine = (*mine[:at], op, *mine[at:])
         self.lists = (*self.lists[:which], mine, *self.lists[which + 1 :])
 
@@ -158,7 +158,7 @@ class Board:
                 raise Refused("nothing is sent in this hop yet")
             most = self.level.limits.get("hops")
             if most is not None and len(self.hops) >= most:
-                raise Refused(f"this level has {short(most)} hops, and they are used")
+                raise Refused(f"this level has at most {count(int(most), 'hop')}, and all are used")
             self.hops = (*self.hops, ())
             return
         move = Move(text).sending
@@ -221,27 +221,47 @@ class Board:
         rest = None if level.kind == "messages" else self._ranks([self.left(which) for which in range(len(self.lists))])
         try:
             verify_beginning(program, rest, _whole(level.limits.get("activations")))
+            if level.kind == "messages" and self.holdings() == before.holdings():
+                raise ProgramError(self._in_vain())
         except Missing as error:
             raise Refused(self._lacking(error)) from None
+        except GatheredAgain as error:
+            held = value_words(level, error.parameters)
+            raise Refused(f"a rank has {held} already: free them first, or keep them") from None
         except ProgramError as error:
-            raise Refused(str(error).partition("\n")[0]) from None
-        if level.kind == "messages" and self.holdings() == before.holdings():
-            raise Refused(self._in_vain(before))
+            too_soon = self._too_soon(before) if level.kind == "messages" else ""
+            raise Refused(too_soon or str(error).partition("\n")[0]) from None
         most = level.limits.get("memory")
         if most is not None and (peak := self.peak_memory()) > most:
             raise Refused(
-                f"a rank would hold {short(peak)} bytes at once, and {short(most)} are allowed; free some first"
+                f"a rank would hold {short(peak)} bytes at once, and {short(most)} are allowed: free some first"
             )
 
-    def _in_vain(self, before: Board) -> str:
-        """Why a message changes nothing: often, what it is to carry has arrived in this very hop."""
-        sender, receiver, _, value = Move(self.moves[-1]).sending or (0, 0, False, "C0")
+    def _in_vain(self) -> str:
+        _, receiver, _, value = Move(self.moves[-1]).sending or (0, 0, False, "C0")
         slices = parse_value(value)
         assert isinstance(slices, Slices)
-        begun = Board(self.level, self.moves[: len(self.moves) - len(self.hops[-1])]).holdings()[sender]
-        if any(begun[index] != before.holdings()[sender][index] for index in slices.slices):
-            return f"rank {sender} has {value} only when this hop has ended: begin the next hop, then send it"
-        return f"this changes nothing: rank {receiver} would hold in {value} what it holds now"
+        return f"this changes nothing: rank {receiver} would hold in {slices_named(slices)} what it holds now"
+
+    def _too_soon(self, before: Board) -> str:
+        """Why a message is refused that would be right one hop later: what it is to carry has arrived in this hop."""
+        sender, _, _, value = Move(self.moves[-1]).sending or (0, 0, False, "C0")
+        slices = parse_value(value)
+        assert isinstance(slices, Slices)
+        if not before.arrived_now(sender, slices):
+            return ""
+        try:
+            before.after(NEXT).after(self.moves[-1])
+        except UsageError:
+            return ""
+        what = slices_named(slices)
+        return f"rank {sender} received {what} in this hop, and can send it on in the next: begin the next hop first"
+
+    def arrived_now(self, rank: int, slices: Slices) -> bool:
+        """Whether a rank has received something for these slices in the hop that is under way."""
+        begun = Board(self.level, self.moves[: len(self.moves) - len(self.hops[-1])]).holdings()[rank]
+        now = self.holdings()[rank]
+        return any(begun[index] != now[index] for index in slices.slices)
 
     def _lacking(self, error: Missing) -> str:
         """What an operation lacks, in words; of replicas, as rank 0 has it."""
@@ -249,35 +269,39 @@ class Board:
         if self.level.kind == "replicas":
             back = -error.rank * self.level.per_rank
             op, value = of_replica(op, back), _shifted(value, back)
-        state = "has been freed" if "has freed it" in str(error) else "is not there yet"
-        everything = [one for tray in self.level.trays for one in tray]
-        makers = [one for one in everything if value in Rules(self.level.goal, everything).makes(one)]
-        hint = f"; {makers[0]} makes it" if makers else ""
-        return f"{op} needs {value}, {meaning(value, self.level.kind)}, which {state}{hint}"
+        freed = "has freed it" in str(error)
+        needs = f"{in_words(self.level, op)} needs {value_words(self.level, value)}"
+        return f"{needs}{', already freed' if freed else ''}. {self._help(value, freed=freed)}"
+
+    def _help(self, value: Value, *, freed: bool) -> str:
+        """What to do so that a value is there."""
+        everything = [(which, op) for which, tray in enumerate(self.level.trays) for op in tray]
+        rules = Rules(self.level.goal, [op for _, op in everything])
+        makers = [(which, op) for which, op in everything if value in rules.makes(op)]
+        if not makers:
+            return "Nothing that can be placed here makes it"
+        left = [(which, op) for which, op in makers if op in self.left(which)]
+        which, op = (left or makers)[0]
+        where = f" on rank {which}" if self.level.kind == "pipeline" else ""
+        if left:
+            return f"Place {named(op)}{where} first"
+        if freed:
+            return f"{named(op)} is used up: take {named(Free(value))} away, or put it further back"
+        return f"{named(op)}{where} stands further back: it has to come first"
 
     def peak_memory(self) -> float:
         """The most bytes that a rank has held up to here.
 
-        What a rank holds depends on the whole program: the state of its optimizer is whole, or a part. So what is left
-        is done behind a Join, in the order of the tray, but for what it frees, which comes last; and only what is held
-        before that counts.
+        What a rank holds depends on the whole program: the state of its optimizer is whole, or a part. So the program
+        is the whole one, what is left of it behind a Join, and the events are those of what has been done.
         """
         trace = self.trace()
-        left = [sorted(self.left(which), key=lambda op: isinstance(op, Free)) for which in range(len(self.lists))]
-        rest = self._ranks(left)
-        if not any(rest):
-            return max(trace.peak_memory)
-        whole = replace(
-            self.program,
-            ranks=tuple((*ops, Join(), *later) for ops, later in zip(self.program.ranks, rest, strict=True)),
+        rest = self._ranks([self.left(which) for which in range(len(self.lists))])
+        ranks = (
+            (*ops, Join(), *sorted(later, key=lambda op: isinstance(op, Free)))
+            for ops, later in zip(self.program.ranks, rest, strict=True)
         )
-        try:
-            memory = simulate(whole, self.level.costs).memory
-        except ProgramError:  # the order of the tray does not go on from here
-            return max(trace.peak_memory)
-        end = trace.makespan
-        held = [size for rank in memory for time, size in rank.total if time < end or not time]
-        return max(held, default=0.0)
+        return held(replace(trace, program=replace(self.program, ranks=tuple(ranks))))
 
     def holdings(self) -> list[list[Symbol]]:
         """Of a collective: what each rank holds in each slice after the moves up to here."""
@@ -315,29 +339,16 @@ def measure(trace: Trace, name: str) -> float:
     assert name in MEASURES
     if name == "activations":
         return max(trace.peak_activations)
-    return max(trace.peak_memory) if name == "memory" else max(trace.bytes_sent)
+    return held(trace) if name == "memory" else max(trace.bytes_sent)
 
 
-def meaning(value: Value, kind: str = "pipeline") -> str:
-    """What a value is, for people; replicas have layers, and their own micro-batches."""
-    stage, microbatch = getattr(value, "stage", 0), getattr(value, "microbatch", 0)
-    of = f"of stage {stage} for micro-batch {microbatch}" if kind == "pipeline" else f"of layer {stage}"
-    match value:
-        case Act():
-            return f"the output {of}"
-        case Grad():
-            return f"the gradient of the output {of}"
-        case Rest():
-            return f"what I{stage}.{microbatch} leaves for W{stage}.{microbatch}"
-        case Delta():
-            return f"the weights' gradients {of}"
-        case Parameters():
-            return f"the whole parameters of bucket {value.index}"
-        case Bucket():
-            return f"the sum of bucket {value.index}"
-        case Shard():
-            return f"this rank's part of {value.of}"
-    return "a value"
+def held(trace: Trace) -> float:
+    """The most bytes that a rank holds, which takes memory for what it gathers and sums as soon as it asks for that.
+
+    So a move that is added at the end never makes this less: what it frees was held before it.
+    """
+    events = [event._replace(start=event.asked) if is_meeting(event.operation) else event for event in trace.events]
+    return max(replace(trace, events=events).peak_memory)
 
 
 def _shifted(value: Value, by: int) -> Value:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from microparallel.playground.board import Board
 from microparallel.playground.levels import Level
 from microparallel.program import (
     AllGather,
+    AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
+    Bucket,
     Collective,
     Forward,
     Op,
+    Program,
     TrainingStep,
     halves,
     is_meeting,
 )
+from microparallel.simulator import simulate
 from microparallel.text import short
 
 
@@ -56,7 +60,7 @@ def _bounds_of_replicas(level: Level, goal: TrainingStep) -> Iterator[tuple[floa
     tray, costs = level.trays[0], level.costs
     ops = list(tray)
     work = sum(costs.of(op, 0) for op in ops if halves(op))
-    takes = _durations(level)
+    takes = durations(level)
     first = next(index for index, (start, _) in enumerate(goal.buckets) if start == 0)
     gathers = [op for op in ops if isinstance(op, AllGather)]
     sums = [op for op in ops if is_meeting(op) and not isinstance(op, AllGather)]
@@ -85,10 +89,28 @@ def _bounds_of_replicas(level: Level, goal: TrainingStep) -> Iterator[tuple[floa
         yield network, f"the network is busy for {short(network)}"
 
 
-def _durations(level: Level) -> dict[Op, float]:
-    """How long each operation of the network takes, from a step in the order of the tray."""
+def durations(level: Level) -> dict[Op, float]:
+    """How long each operation of replicas takes, from a step in the order of the tray."""
     board = Board(level, [f"0:{op}" for op in level.trays[0]])
     return {event.operation: event.end - event.start for event in board.trace().by_rank[0]}
+
+
+def all_reduces(level: Level) -> dict[int, float]:
+    """How long an all-reduce of a bucket takes on a level's ranks, by how many layers the bucket has."""
+    goal = level.goal
+    assert isinstance(goal, TrainingStep)
+    step = TrainingStep(goal.stages, level.ranks, goal.buckets)
+    sums = [AllReduce(Bucket(index), "dp") for index in range(len(goal.buckets))]
+    ranks = tuple(tuple(_step_of(rank, goal.stages, sums)) for rank in range(level.ranks))
+    events = simulate(Program("sums", step, ranks), level.costs).events
+    found = {event.operation: event.end - event.start for event in events}
+    return {stop - start: found[op] for op, (start, stop) in zip(sums, goal.buckets, strict=True)}
+
+
+def _step_of(microbatch: int, layers: int, sums: Iterable[Op]) -> Iterator[Op]:
+    yield from (Forward(layer, microbatch) for layer in range(layers))
+    yield from (Backward(layer, microbatch) for layer in reversed(range(layers)))
+    yield from sums
 
 
 def _bound_of_messages(level: Level, goal: Collective) -> tuple[float, str]:

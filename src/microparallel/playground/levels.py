@@ -60,10 +60,11 @@ SETS = {
     "sharding": "Sharding",
 }
 MEASURES = {
-    "activations": "activations held at once",
-    "memory": "bytes held at once",
-    "bytes": "sent by the rank that sends most, in whole tensors",
+    "activations": "activations held at once by any one rank",
+    "memory": "bytes held at once by any one rank",
+    "bytes": "most sent by one rank, in whole tensors",
 }
+ONE_BY_ONE = "one thing after another"  # par, where no builder does what a level asks for
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Level:
     bound: tuple[float, str] | None = None
     tries: tuple[str, ...] = ()
     slow: tuple[tuple[int, int, float], ...] = ()  # links with a latency of their own
+
+    @property
+    def counted(self) -> str:
+        """What the board shows beside the time: what the third star is for, or what has a limit; maybe nothing."""
+        return self.second or next((name for name in self.limits if name in MEASURES), "")
 
     @property
     def per_rank(self) -> int:

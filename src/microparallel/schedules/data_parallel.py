@@ -145,8 +145,8 @@ def data_parallel_step(
 
     ```
     level 1    rank 0: F0:1.0 B0.0 %U0@dp *:presence0@dp = *:norm@dp = S ~T0@dp
-    level 2    rank 0: F0:1.0 B0.0 %U0.0@dp *:presence0@dp = !D0.0 F0:1.2 B0.2 %U0.1@dp *:presence1@dp = !D0.2 S ~T0@dp
-               rank 1: F0:1.1 B0.1 %U0.0@dp *:presence0@dp = !D0.1             %U0.1@dp *:presence1@dp =       S ~T0@dp
+    level 2    rank 0: F0:1.0 B0.0 %U0.0@dp !D0.0 *:presence0@dp = F0:1.2 B0.2 %U0.1@dp !D0.2 *:presence1@dp = S ~T0@dp
+               rank 1: F0:1.1 B0.1 %U0.0@dp !D0.1 *:presence0@dp =             %U0.1@dp       *:presence1@dp = S ~T0@dp
     ```
 
     In float16 a step with gradients that are not finite is not taken. Where each rank sees its part of them only, the
@@ -251,14 +251,13 @@ class _Passes:
         """Gradients add up on the rank and are summed after its last micro-batch; also if it has none."""
         for microbatch in microbatches[:-1]:
             yield from self._local(microbatch)
-        yield from self._summed(microbatches[-1:])
-        yield from self._freed(microbatches)
+        yield from self._summed(microbatches[-1:], freed=microbatches)
 
     def at_once(self, microbatches: Sequence[int], turns: int) -> Iterator[Op]:
         """The gradients of each micro-batch are summed at once; a rank that has no more still takes part."""
         for turn in range(turns):
-            yield from self._summed(microbatches[turn : turn + 1], turn)
-            yield from self._freed(microbatches[turn : turn + 1])
+            mine = microbatches[turn : turn + 1]
+            yield from self._summed(mine, turn, freed=mine)
 
     def _local(self, microbatch: int) -> Iterator[Op]:
         yield from _sums(self.in_forward)
@@ -268,8 +267,14 @@ class _Passes:
             yield Backward(stage, microbatch)
         yield from _sums(self.in_backward[-1])
 
-    def _summed(self, microbatch: Sequence[int], turn: int | None = None) -> Iterator[Op]:
-        """Forward and backward of a micro-batch, if there is one, and the sums over the ranks."""
+    def _summed(self, microbatch: Sequence[int], turn: int | None = None, *, freed: Sequence[int]) -> Iterator[Op]:
+        """Forward and backward of a micro-batch, if there is one, and the sums over the ranks.
+
+        Args:
+            microbatch: that one, or nothing.
+            turn: which of the sums these are, where each micro-batch has sums of its own.
+            freed: the micro-batches whose gradients are let go at level 2, bucket by bucket.
+        """
         if self.buffers:
             yield from (Broadcast(BUFFERS, "dp", 0), Join())
         yield from _sums(self.in_forward)
@@ -282,6 +287,8 @@ class _Passes:
             if self.sums:
                 yield self._sum(bucket, turn)
                 yield from () if self.overlap else (Join(),)
+                if self.level > 1:
+                    yield from (Free(Delta(self.buckets - 1 - bucket, one)) for one in freed)
         yield from _sums(self.in_backward[-1])
         if self.level or (self.sums and any(map(is_compressed, self.algorithms))):
             yield from (AllReduce(presence(turn or 0), "dp"), Join())
@@ -292,11 +299,6 @@ class _Passes:
         if self.level:
             return ReduceScatter(Bucket(bucket, turn), "dp")
         return AllReduce(Bucket(bucket), "dp", self.algorithms[bucket])
-
-    def _freed(self, microbatches: Sequence[int]) -> Iterator[Op]:
-        """At level 2 whole gradients are let go when they have been summed."""
-        if self.level > 1:
-            yield from (Free(Delta(stage, one)) for stage in reversed(range(self.buckets)) for one in microbatches)
 
 
 def _sums(values: Iterable[Named]) -> Iterator[AllReduce]:

@@ -78,19 +78,25 @@ def home(folder: Path, site: Path | None, link: Link) -> str:
             ways.append(
                 element("a", element("strong", title), element("span", words), href=f"/site/{path}", class_="way")
             )
-    course = element("nav", *ways, class_="ways") if ways else element("p", BUILD, class_="note")
+    course = element("nav", *ways, class_="ways") if ways else _note(BUILD)
     rows = [_shown(row_of(folder, name), link) for name in names]
     heads = [element("th", words, scope="col") for words in ("run", "what", "steps", "loss", "when", "")]
     table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
     none = f"There are no runs in {folder} yet. `microparallel train --ranks 4 --trace --out {folder}/first` makes one."
     parts = [element("h1", "microparallel studio"), course, element("h2", "Runs")]
-    return _document("microparallel studio", [*parts, table if rows else element("p", none, class_="note")])
+    return _document("microparallel studio", [*parts, table if rows else _note(none)])
+
+
+def _note(words: str) -> Markup:
+    """A line of words; what stands between backticks is code."""
+    pieces = words.split("`")
+    return element("p", *(element("code", one) if at % 2 else one for at, one in enumerate(pieces)), class_="note")
 
 
 _WAYS = (
     ("The course", "index.html", "lessons, reference"),
     ("Playground", "playground/index.html", "write a schedule"),
-    ("Puzzles", "playground/puzzles.html", "find one yourself"),
+    ("Puzzles", "playground/puzzles.html", "find a schedule yourself"),
 )
 
 

@@ -13,6 +13,9 @@ rank 0  F0.0 B0.0 %U0.0@dp !D0.0 S ~T0@dp          ZeRO-2, one layer, two ranks;
   the end of the step. A rank's part of a sum lies in them, or, once they are freed, in memory of its own.
 - The *optimizer's* state is there from the beginning: for all parameters of the rank, or for its part of those whose
   gradients are reduce-scattered.
+- A rank frees a value when it comes to the Free: it has then computed all that stands before it. If the value is still
+  in use, as by a sum that is under way, it is freed when that has ended. What happens at one moment happens in the
+  order of the program.
 - An *activation* is a stage's output, from its forward until the backward of the stage's weights has ended.
 - *In flight* is what the rank is sending to another.
 
@@ -40,6 +43,7 @@ from microparallel.program import (
     Delta,
     Forward,
     Free,
+    Join,
     Op,
     Parameters,
     ReduceScatter,
@@ -114,9 +118,13 @@ class RankMemory:
 
     Attributes:
         kinds: for each kind, the moments at which it changes, with how many bytes there are from then on.
+        changes: each change by itself: when, by the operation at which place of the program, of which kind, by how many
+            bytes. What happens at one moment happens in the order of the program: a rank that gathers one layer and
+            then frees another holds both for that moment. Empty where activations were measured.
     """
 
     kinds: dict[Kind, list[tuple[float, float]]] = field(default_factory=dict)
+    changes: Sequence[tuple[float, int, Kind, float]] = ()
 
     def at(self, time: float) -> dict[Kind, float]:
         """How many bytes of each kind there are at a moment."""
@@ -129,12 +137,17 @@ class RankMemory:
     @cached_property
     def moments(self) -> list[tuple[float, dict[Kind, float]]]:
         """The moments at which any kind changes, in order, with how many bytes of each there are from then on."""
-        every = ((time, kind, size) for kind, sizes in self.kinds.items() for time, size in sizes)
-        changes = sorted(every, key=lambda change: change[0])
         now: dict[Kind, float] = dict.fromkeys(self.kinds, 0.0)
         found = []
-        for time, together in itertools.groupby(changes, key=lambda change: change[0]):
-            now = now | {kind: size for _, kind, size in together}
+        if self.changes:
+            for (time, _), together in itertools.groupby(self.changes, key=lambda change: change[:2]):
+                for _, _, kind, size in together:
+                    now = now | {kind: now[kind] + size}
+                found.append((time, now))
+            return found
+        every = ((time, kind, size) for kind, sizes in self.kinds.items() for time, size in sizes)
+        for time, group in itertools.groupby(sorted(every, key=lambda change: change[0]), key=lambda change: change[0]):
+            now = now | {kind: size for _, kind, size in group}
             found.append((time, now))
         return found
 
@@ -144,9 +157,15 @@ class RankMemory:
         return [(time, sum(sizes.values())) for time, sizes in self.moments]
 
     @property
+    def highest(self) -> tuple[float, dict[Kind, float]]:
+        """When there is the most for the first time, and how many bytes of each kind that is."""
+        return max(self.moments, key=lambda moment: (sum(moment[1].values()), -moment[0]), default=(0.0, {}))
+
+    @property
     def peak(self) -> tuple[float, float]:
         """When there is the most for the first time, and how many bytes that is."""
-        return max(self.total, key=lambda change: (change[1], -change[0]), default=(0.0, 0.0))
+        time, sizes = self.highest
+        return time, sum(sizes.values())
 
 
 def _at(changes: Sequence[tuple[float, float]], time: float) -> float:
@@ -234,25 +253,37 @@ class _Account:
         self._deltas: defaultdict[int, set[int]] = defaultdict(set)  # stage → micro-batches whose gradients lie there
         self._measured = [event for event in trace.compute[rank] if event.activations is not None]
         self._parts: set[int] = set()  # the buckets whose part of the gradients has memory of its own
-        self._changes: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        self._place = 0  # of the operation that changes something
+        self._changes: list[tuple[float, int, Kind, float]] = []
 
     def memory(self) -> RankMemory:
-        """Go through the rank's operations in order."""
+        """Go through the rank's operations in order, as far as there are events of them."""
         self._begin()
         touched: dict[Value, float] = {}  # when the last operation that needs or makes a value has ended
+        came = ended = self._start  # when the rank comes to an operation, and when all before it have ended
         for op in self._ops:
-            if isinstance(op, Free):
-                self._free(op.value, touched.get(op.value, self._start))
-                continue
+            self._place += 1
             waiting = self._events.get(op)
-            if not waiting:
-                continue
-            event = waiting.popleft()
-            for value in (*self._rules.needs(op), *self._rules.makes(op)):
-                touched[value] = max(touched.get(value, event.end), event.end)
-            self._do(op, event)
-        kinds = {kind: _summed(changes, self._start) for kind, changes in self._changes.items()}
-        return RankMemory(kinds | {"activations": list(self._activations())} if self._measured else kinds)
+            event = waiting.popleft() if waiting else None
+            if isinstance(op, Free):
+                self._free(op.value, max(touched.get(op.value, came), came if event is None else event.end))
+            elif isinstance(op, Join):
+                came = ended
+            elif event is None:
+                break  # a trace may show the beginning of a step
+            else:
+                for value in (*self._rules.needs(op), *self._rules.makes(op)):
+                    touched[value] = max(touched.get(value, event.end), event.end)
+                ended = max(ended, event.end)
+                came = max(came, event.end) if event.computes else came
+                self._do(op, event)
+        kinds = {
+            kind: _summed([(time, size) for time, _, of, size in self._changes if of == kind], self._start)
+            for kind in KINDS
+        }
+        if self._measured:
+            return RankMemory(kinds | {"activations": list(self._activations())})
+        return RankMemory(kinds, sorted(self._changes, key=lambda change: change[:2]))
 
     def _activations(self) -> Iterator[tuple[float, float]]:
         """As they were measured: what a computation adds counts from its beginning on, what it frees until its end."""
@@ -287,14 +318,15 @@ class _Account:
                     self._add("gradients", half.stage, event.start)
                 self._deltas[half.stage].add(half.microbatch)
         if event.kind == "send":
-            self._changes["in flight"] += [(event.start, event.bytes), (event.end, -event.bytes)]
+            self._change("in flight", event.start, event.bytes)
+            self._change("in flight", event.end, -event.bytes)
         if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket):
             self._keep_part(op.value.index, event)
         if isinstance(op, AllGather) and op.value in self._freed and isinstance(op.value, Parameters):
             # A real rank takes the memory when it asks, before the other ranks come; a simulated one when it begins.
             moment = event.asked if self._measured else event.start
             for stage in range(*self._goal.buckets[op.value.index]):
-                self._changes["parameters"].append((moment, self._sizes.of_gathered(stage)))
+                self._change("parameters", moment, self._sizes.of_gathered(stage))
 
     def _keep_part(self, index: int, event: Event) -> None:
         """A part of the sum needs memory of its own where the whole gradients are let go."""
@@ -312,10 +344,13 @@ class _Account:
                 self._add("gradients", value.stage, time, -1)
         elif isinstance(value, Parameters):
             for stage in range(*self._goal.buckets[value.index]):
-                self._changes["parameters"].append((time, -self._sizes.of_gathered(stage)))
+                self._change("parameters", time, -self._sizes.of_gathered(stage))
 
     def _add(self, kind: Kind, stage: int, time: float, times: float = 1) -> None:
-        self._changes[kind].append((time, times * self._sizes.of(kind, stage)))
+        self._change(kind, time, times * self._sizes.of(kind, stage))
+
+    def _change(self, kind: Kind, time: float, size: float) -> None:
+        self._changes.append((time, self._place, kind, size))
 
 
 def _summed(changes: list[tuple[float, float]], start: float) -> list[tuple[float, float]]:

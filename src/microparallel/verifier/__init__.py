@@ -125,4 +125,5 @@ def _check_memory(program: Program, most: int) -> None:
     for rank, ops in enumerate(program.ranks):
         peak = peak_activations(ops)
         if peak > most:
-            raise ProgramError(f"rank {rank} holds {peak} activations at once, and {most} are allowed")
+            allowed = f"{most} {'is' if most == 1 else 'are'} allowed"
+            raise ProgramError(f"rank {rank} holds {peak} activations at once, and {allowed}")
