@@ -26,9 +26,7 @@ _SHAPES = [(4, 6), (3, 5), (2, 3), (4, 2), (3, 1), (1, 2)]  # ranks, micro-batch
 
 def check(exam: Exam) -> None:
     """The order, as words; one rank alone; three ranks; activations; fewer micro-batches than ranks; other shapes."""
-    with exam.step(
-        "each rank's order: the warm-up, the pairs, the backwards that are left"
-    ) as notes:
+    with exam.step("each rank's order: the warm-up, the pairs, the backwards that are left") as notes:
         answers = exam.run(_ask, 1, allowed=())[0]
         for (ranks, microbatches), orders in zip(_SHAPES, answers, strict=True):
             for rank, words in enumerate(orders):
