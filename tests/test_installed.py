@@ -128,7 +128,7 @@ def test_the_exercises_work(installed, tmp_path):
     def learn(*words):
         return run(installed / "microparallel", "learn", *words, folder=tmp_path)
 
-    assert "26 exercises are now in my_work/" in learn("init")
+    assert "32 exercises are now in my_work/" in learn("init")
     track, file = "data_parallel", "01_manual_averaging.py"
     solution = next(
         installed.parent.glob(f"lib/*/site-packages/microparallel/learn/exercises/solutions/{track}/{file}")

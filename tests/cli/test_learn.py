@@ -154,7 +154,7 @@ def test_watching(microparallel, started):
         solve(started, PING_PONG)
         terminal.wait_for("ping-pong passed")
         terminal.press("N")
-        terminal.wait_for("pipeline-comms")
+        terminal.wait_for(EXERCISES[EXERCISES.index(PING_PONG) + 1].name)
         terminal.seen = ""
         solve(started, find_exercise("manual-split"))  # whoever saves another one works on that
         terminal.wait_for("manual-split passed")

@@ -35,10 +35,63 @@ NOT_USED = (
 )
 LEFT = "            if bucket.request is None:\n"
 CLONE = "parameter.grad = bucket.views[parameter].clone()"
+EXCHANGE = (
+    "    peers = [rank for rank in range(comms.world_size) if rank != comms.rank]\n"
+    "    requests = [comms.isend(parts[peer], peer) for peer in peers if len(parts[peer])]\n"
+    "    received = [part.new_empty(0, *part.shape[1:]) for part in parts]\n"
+    "    received[comms.rank] = parts[comms.rank]\n    for peer in peers:\n        if rows[peer]:\n            "
+    "received[peer] = comms.recv_tensor((rows[peer], *parts[peer].shape[1:]), peer, parts[peer].dtype)\n"
+    "    for request in requests:\n        request.wait()\n    return received\n"
+)
+LEVELS = (
+    "    mine = next(ranks for ranks in hosts if comms.rank in ranks)\n    reduce_inside(tensor, mine, comms)\n"
+    "    if comms.rank == mine[0]:\n        all_reduce_between(tensor, [ranks[0] for ranks in hosts], comms)\n"
+    "    spread_inside(tensor, mine, comms)\n"
+)
+TWO_HALVES = """    mine = next(ranks for ranks in hosts if comms.rank in ranks)
+    for part, end in zip(tensor.tensor_split(2), (0, -1), strict=True):
+        ordered = mine[::-1] if end else mine
+        reduce_inside(part, ordered, comms)
+        if comms.rank == ordered[0]:
+            all_reduce_between(part, [ranks[end] for ranks in hosts], comms)
+        spread_inside(part, ordered, comms)
+"""
+LEADERS_IN_A_RING = """    count, place = len(leaders), leaders.index(comms.rank)
+    slices = tensor.tensor_split(count)
+    for step in range(2 * (count - 1)):
+        send, receive = slices[(place - step) % count], slices[(place - step - 1) % count]
+        request = comms.isend(send, leaders[(place + 1) % count])
+        came = comms.recv_tensor(receive.shape, leaders[place - 1], tensor.dtype)
+        request.wait()
+        if step < count - 1:
+            receive.add_(came)
+        else:
+            receive.copy_(came)
+"""
 
 RIGHT = {
     "manual-averaging": {
         "in place": {"parameter.grad = total / sum(samples)": "parameter.grad.copy_(total / sum(samples))"},
+    },
+    "replicas": {
+        "every third sample": {
+            "torch.arange(len(targets)).tensor_split(len(devices))": (
+                "[slice(first, None, len(devices)) for first in range(len(devices))]"
+            )
+        },
+        "the replica without samples computes, too": {
+            "        if len(targets) == 0:\n            losses.append(torch.zeros(()))\n            continue\n": ""
+        },
+        "all forwards first, and one list of means": {
+            "        loss.backward()\n        losses.append(loss.detach())\n": "        losses.append(loss)\n",
+            "    return losses\n": (
+                "    for loss in losses:\n        loss.requires_grad and loss.backward()\n    return losses\n"
+            ),
+            "                total += parameter.grad.cpu() * seen\n": (
+                "                total.add_(parameter.grad.to('cpu'), alpha=seen / sum(samples))\n"
+            ),
+            "(total / sum(samples)).to(parameter.device)": "total.to(parameter.device, copy=True)",
+        },
     },
     "comms": {
         "from neighbour to neighbour": {BROADCAST: ALONG_A_LINE},
@@ -70,6 +123,50 @@ RIGHT = {
         "another slice to begin with": {
             COPY: ("slices[(rank + 1 - step) % ranks].copy_(pass_on(rank + 2 - step, rank + 1 - step))"),
             ADD: "slices[(rank - step) % ranks].add_(pass_on(rank + 1 - step, rank - step))",
+        },
+    },
+    "hierarchical": {
+        "the last rank speaks for its host": {
+            "leader, *others = ranks": "*others, leader = ranks",
+            "mine[0]": "mine[-1]",
+            "ranks[0] for": "ranks[-1] for",
+        },
+        "along a line inside": {
+            "    leader, *others = ranks\n    if comms.rank != leader:\n        comms.send_tensor(tensor, leader)\n"
+            "        return\n    for other in others:\n"
+            "        tensor.add_(comms.recv_tensor(tensor.shape, other, tensor.dtype))\n": (
+                "    place = ranks.index(comms.rank)\n    if place + 1 < len(ranks):\n"
+                "        tensor.add_(comms.recv_tensor(tensor.shape, ranks[place + 1], tensor.dtype))\n"
+                "    if place:\n        comms.send_tensor(tensor, ranks[place - 1])\n"
+            )
+        },
+        "a ring of the leaders": {
+            "    reduce_inside(tensor, leaders, comms)\n    spread_inside(tensor, leaders, comms)\n": LEADERS_IN_A_RING
+        },
+        "two ranks of a host share the work": {LEVELS: TWO_HALVES},
+    },
+    "all-to-all": {
+        "receives begin first, and empty messages are sent": {
+            EXCHANGE: "    others = [rank for rank in range(comms.world_size) if rank != comms.rank]\n"
+            "    receives = [comms.irecv((rows[one], *parts[0].shape[1:]), one, parts[0].dtype) for one in others]\n"
+            "    for one in others:\n        comms.send_tensor(parts[one], one)\n"
+            "    received = dict(zip(others, (one.wait() for one in receives)))\n"
+            "    return [received.get(rank, parts[rank]) for rank in range(comms.world_size)]\n"
+        },
+        "one expert call for each rank": {
+            "outputs = expert(torch.cat(arrived))": "outputs = torch.cat([expert(part) for part in arrived])"
+        },
+        "sorted back by the inverse": {
+            "    result = torch.empty_like(tokens)\n    result[order] = torch.cat(returned)\n    return result\n": (
+                "    return torch.cat(returned)[order.argsort()]\n"
+            )
+        },
+        "every rank gets the whole table of counts": {
+            "    one_each = [torch.tensor([count]) for count in counts]\n": "",
+            "torch.cat(exchange(one_each, [1] * comms.world_size, comms)).tolist()": (
+                "[int(row[comms.rank]) for row in exchange([torch.tensor(counts)] * comms.world_size, "
+                "[comms.world_size] * comms.world_size, comms)]"
+            ),
         },
     },
     "model-and-main": {
@@ -130,6 +227,53 @@ RIGHT = {
         },
         "waited for twice": {"bucket.request.wait()\n": "bucket.request.wait()\n            bucket.request.wait()\n"},
     },
+    "accumulation": {
+        "a counter instead of a switch": {
+            "before, self.quiet = self.quiet, True": "self.quiet += 1",
+            "self.quiet = before": "self.quiet -= 1",
+        },
+        "weighted at the end": {
+            " * (len(targets) / samples)": " * len(targets)",
+            "    hooks.finish()\n    return total\n": (
+                "    hooks.finish()\n    for parameter in hooks.parameters:\n"
+                "        parameter.grad /= samples\n    return total / samples\n"
+            ),
+        },
+        "one block for all but the last": {
+            "    for number, (inputs, targets) in enumerate(micro_batches, 1):\n": (
+                "    def one(inputs, targets):\n"
+                "        loss = loss_fn(model(inputs), targets) * (len(targets) / samples)\n"
+                "        loss.backward()\n        return loss.detach()\n\n    with hooks.no_sync():\n"
+                "        total = sum(one(*pair) for pair in micro_batches[:-1])\n"
+                "    total += one(*micro_batches[-1])\n    for number, (inputs, targets) in enumerate([]):\n"
+            )
+        },
+    },
+    "parameter-averaging": {
+        "one flat message": {
+            "        for tensor in [*self.parameters(), *self.buffers(), *self.optimizer_state()]:\n"
+            '            self.comms.all_reduce(tensor, op="mean")\n': (
+                "        tensors = [*self.parameters(), *self.buffers(), *self.optimizer_state()]\n"
+                "        flat = torch.cat([one.flatten().double() for one in tensors])\n"
+                "        self.comms.all_reduce(flat)\n        flat /= self.comms.world_size\n"
+                "        for one, mean in zip(tensors, flat.split([one.numel() for one in tensors])):\n"
+                "            one.copy_(mean.view_as(one))\n"
+            )
+        },
+        "no count of Adam's steps, and without autograd": {
+            "            if isinstance(value, torch.Tensor)\n": (
+                "            if isinstance(value, torch.Tensor) and value.dim()\n"
+            ),
+            "    def average(self)": "    @torch.no_grad()\n    def average(self)",
+            "[parameter.detach() for parameter in self.model.parameters()]": "[*self.model.parameters()]",
+        },
+        "a countdown": {
+            "        self.steps = 0  # how": "        self.steps = every  # how",
+            "        self.steps += 1\n        if self.steps % self.every == 0:\n": (
+                "        self.steps -= 1\n        if not self.steps:\n            self.steps = self.every\n"
+            ),
+        },
+    },
     "performance": {
         "hidden first": {
             "seconds(spans) - exposed(spans, compute)": "seconds(spans) + seconds(compute) - seconds(compute + spans)"
@@ -150,6 +294,21 @@ RIGHT = {
         "waiting with the formula of exposed": {
             "exposed(waits, busy + travels)": "seconds(busy + travels + waits) - seconds(busy + travels)"
         },
+    },
+    "read-a-hang": {
+        "along the arrows from any rank that waits": {
+            "    waited_for = {rank for one in flights for rank in waits_for(one, flights)}\n"
+            "    culprit = next(one for one in flights if one.rank in waited_for and not waits_for(one, flights))\n": (
+                "    by_rank = {one.rank: one for one in flights}\n"
+                "    culprit = next(one for one in flights if waits_for(one, flights))\n"
+                "    while waits_for(culprit, flights):\n"
+                "        culprit = by_rank[waits_for(culprit, flights)[-1]]\n"
+            )
+        },
+        "only the last collectives are compared": {
+            "    for _, calls in sorted(made.items()):\n": "    for _, calls in sorted(made.items())[-1:]:\n"
+        },
+        "by what must agree": {"call.text": "call.agreement"},
     },
 }
 

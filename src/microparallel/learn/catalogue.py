@@ -69,8 +69,9 @@ def exercises_folder() -> Path:
     return _INSTALLED if _INSTALLED.is_dir() else _IN_REPOSITORY
 
 
-def _dp(number: int, stem: str, title: str, lesson: str) -> Exercise:
-    return Exercise(stem.replace("_", "-"), "data_parallel", f"{number:02}_{stem}.py", title, f"data_parallel/{lesson}")
+def _dp(number: int, stem: str, title: str, lesson: str, name: str = "") -> Exercise:
+    name = name or stem.replace("_", "-")
+    return Exercise(name, "data_parallel", f"{number:02}_{stem}.py", title, f"data_parallel/{lesson}")
 
 
 def _pp(number: int, stem: str, title: str, lesson: str, name: str = "") -> Exercise:
@@ -91,13 +92,21 @@ def _sv(number: int, stem: str, title: str, lesson: str) -> Exercise:
 
 EXERCISES = (
     _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
+    _dp(2, "replicas", "Copy the model to every device, average on the CPU", "03_manual"),
     _dp(3, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
     _dp(4, "naive_all_reduce", "All-reduce through rank 0", "06_all_reduce"),
     _dp(5, "ring_all_reduce", "All-reduce round the ring", "06_all_reduce"),
+    _dp(6, "hierarchical_all_reduce", "All-reduce with few bytes between hosts", "06_all_reduce", name="hierarchical"),
+    _dp(7, "all_to_all", "Send every token to the rank of its expert, and back", "05_sync_primitives"),
     _dp(8, "model_and_main", "Train one model on several ranks", "07_naive"),
     _dp(9, "hooks", "Average each gradient as soon as it is there", "08_hooks"),
     _dp(10, "buckets", "Send gradients in buckets, while backward still computes", "09_bucketing"),
+    _dp(11, "accumulation", "Add up gradients over micro-batches, and send them once", "10_batching"),
+    _dp(12, "parameter_averaging", "Average weights every few steps, with all their state", "10_batching"),
     _dp(13, "performance", "Say where the time of a step went", "11_performance"),
+    Exercise(
+        "read-a-hang", "data_parallel", "14_read_a_hang.py", "Say which rank of a hang is to blame", "seeing/hangs"
+    ),
     _pp(1, "manual_split", "Cut a model in two and hand the gradient over", "02_manual"),
     _pp(2, "ping_pong", "Pass a tensor back and forth", "03_ping_pong"),
     _pp(3, "pipeline_comms", "Send a tensor to a neighbour that does not know its shape", "03_ping_pong"),

@@ -141,6 +141,14 @@ def contribution(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype = t
     return numbers.to(dtype).reshape(shape)
 
 
+def counts_in(found: torch.Tensor, ranks: int) -> list[int] | None:
+    """How often each rank's contribution is in a sum; None if not every number says the same."""
+    each = found.double().flatten() / torch.arange(1, found.numel() + 1)
+    if not torch.equal(each, each[:1].round().expand_as(each)):
+        return None
+    return [int(each[0].item()) // 10**rank % 10 for rank in range(ranks)]
+
+
 def counted_in_words(counts: Sequence[int]) -> str:
     """Which ranks are in a sum: "ranks 0 and 2", "rank 1 twice"."""
     times = {2: " twice", 3: " three times"}
