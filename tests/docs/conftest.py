@@ -59,7 +59,7 @@ def built(tmp_path_factory):
             command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
             environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"}
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
             )
             outcome.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
     return folder, subprocess.CompletedProcess("mkdocs build", *json.loads(outcome.read_text()))

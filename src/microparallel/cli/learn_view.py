@@ -21,6 +21,7 @@ _TRACKS = {
     "sharding": "Sharding",
     "fewer_bytes": "Fewer bytes",
     "surviving": "Surviving",
+    "capstones": "Capstones",
 }
 
 

@@ -20,6 +20,7 @@ _ON_DEADLOCKS_OF = {
     "sharding": _ON_DEADLOCKS[1],
     "fewer_bytes": _ON_DEADLOCKS[1],
     "surviving": _ON_DEADLOCKS[1],
+    "capstones": _ON_DEADLOCKS[-1],
 }
 _HERE = Path(__file__).parent
 _INSTALLED = _HERE / "exercises"
@@ -90,6 +91,12 @@ def _sv(number: int, stem: str, title: str, lesson: str) -> Exercise:
     return Exercise(stem.replace("_", "-"), "surviving", f"{number:02}_{stem}.py", title, f"surviving/{lesson}")
 
 
+def _cap(number: int, stem: str, title: str) -> Exercise:
+    return Exercise(
+        stem.replace("_", "-"), "capstones", f"{number:02}_{stem}.py", title, f"capstones/{number:02}_{stem}"
+    )
+
+
 EXERCISES = (
     _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
     _dp(2, "replicas", "Copy the model to every device, average on the CPU", "03_manual"),
@@ -125,6 +132,9 @@ EXERCISES = (
     _fb(2, "topk_feedback", "Send the largest gradients, and keep the rest for later", "02_send_only_what_matters"),
     _fb(3, "powersgd", "Two thin matrices instead of a gradient", "02_send_only_what_matters"),
     _sv(1, "kill_and_resume", "Die at any moment, and end with the same weights", "01_what_if_a_rank_dies"),
+    _cap(1, "trainer", "A data-parallel trainer that survives a kill, from an empty file"),
+    _cap(2, "gpt_pipeline", "A pipeline for a small GPT, within a limit of memory"),
+    _cap(3, "beat_1f1b", "A schedule that beats 1F1B on an uneven machine"),
 )
 
 

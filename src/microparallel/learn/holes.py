@@ -47,7 +47,7 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _join(lines: Iterator[str]) -> str:
-    return "".join(line.rstrip() + "\n" for line in lines)
+    return "".join(line.rstrip() + "\n" for line in lines).rstrip("\n") + "\n"  # a hole may be all but a docstring
 
 
 def _main() -> None:

@@ -40,10 +40,14 @@ class Learner:
         try:
             found = getattr(self._module, name)
         except AttributeError:
-            raise Wrong(f"{Path(self.file).name} has no {name}: was it renamed or removed?") from None
+            why = "was it renamed or removed?" if self._has_functions() else "all of it is still to be written"
+            raise Wrong(f"{Path(self.file).name} has no {name}: {why}") from None
         if not callable(found):
             raise Wrong(f"{name} should be a function, and is {found!r:.80}")
         return found if isinstance(found, type) else functools.partial(_call, name, found)
+
+    def _has_functions(self) -> bool:
+        return any(inspect.isfunction(value) for value in vars(self._module).values())
 
 
 def _call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Run a learner's training on one rank, write down what it does, and kill the process at a chosen moment.
+"""Watch a learner's training on one rank, write down what it does, and kill the process at a chosen moment.
 
 ```
 draw 5 ─ forward ─ backward ─ report 5 ─ … ─ report 8 ─ write aside │ fsync │ rename ─ draw 9
@@ -25,26 +25,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from microparallel.learn.requirements import require_number, require_type
+from microparallel.learn.requirements import require_number
 from microparallel.learn.sandbox import trusted
 from microparallel.learn.verdict import Wrong
 
 SAMPLES, INPUTS = 24, 6
 _FILE_EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
-_FOR_THE_OTHER = 0.2  # seconds in which the other rank may go on before this one is killed
+_FOR_THE_OTHERS = 0.2  # seconds in which the other ranks may go on before this one is killed
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When a rank is killed; `number` counts from the beginning of the attempt.
+    """When a rank is killed, or (`rank` is None) every rank; `number` counts from the beginning of the attempt.
 
     `draw`, `backward`, `report`: in this step. `operation`: before this operation on files of a save, or if `opened`,
     just after it has opened its file. `bytes`: when a file grows beyond so many.
     """
 
-    rank: int
+    rank: int | None
     when: Literal["draw", "backward", "report", "operation", "bytes"]
     number: int
     opened: bool = False
@@ -52,7 +51,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt: what the learner's `train` is called with, where the log is, and when who is killed."""
+    """One attempt: what the learner's `train` is told, where the log is, and when who is killed."""
 
     folder: str
     log: str
@@ -67,32 +66,23 @@ def table() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.tanh(inputs[:, :2].sum(1, keepdim=True)) + 0.5 * inputs[:, 2:3]
 
 
-def attempt(load: Callable[[], Any], comms: Any, plan: Plan) -> list[torch.Tensor]:
-    """Call the learner's `train` on this rank; returns the tensors of the model."""
-    watch = _Watch(comms.rank, plan)
-    watch.begin()
-    learner = load()
-    folder = Path(plan.folder)
-    model = learner.train(comms, watch.data, SAMPLES, watch.report, folder, plan.steps, plan.save_every)
-    watch.write(end=True)
-    require_type(model, nn.Module, "what train returns", "the model")
-    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+class Watch:
+    """What one rank does, as the grader sees it.
 
+    Attributes:
+        asked_for: how many samples the learner's code asked for last.
+    """
 
-class _Watch:
-    """What one rank does, as the grader sees it."""
-
-    def __init__(self, rank: int, plan: Plan) -> None:
-        self._rank, self._plan = rank, plan
-        self._kill = plan.kill if plan.kill is not None and plan.kill.rank == rank else None
+    def __init__(self, comms: Any, plan: Plan) -> None:
+        """Watch this rank; from now on its process may be killed."""
+        rank, self._plan = comms.rank, plan
+        self._kill = plan.kill if plan.kill is not None and plan.kill.rank in (rank, None) else None
         self._log = os.open(f"{plan.log}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._other = Path(f"{plan.log}-{1 - rank}")
+        self._others = [Path(f"{plan.log}-{other}") for other in range(comms.world_size) if other != rank]
         self._inputs, self._targets = table()
+        self.asked_for = 0
         self._draws = self._reports = self._operations = 0
         self._busy = False  # whether it is the grader itself that opens a file
-
-    def begin(self) -> None:
-        """From now on this process may be killed."""
         for name in ("fsync", "fdatasync"):
             setattr(os, name, self._watched(getattr(os, name)))
         os.sync = self._watched_sync(os.sync)
@@ -100,7 +90,11 @@ class _Watch:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
-    def write(self, **what: object) -> None:
+    def ends(self) -> None:
+        """The learner's function has returned."""
+        self._write(end=True)
+
+    def _write(self, **what: object) -> None:
         """Add a line to the log, whatever the limit on files is."""
         with _no_limit():
             os.write(self._log, json.dumps(what).encode() + b"\n")
@@ -111,16 +105,17 @@ class _Watch:
         """Inputs and targets of these samples."""
         with trusted():
             chosen = _whole_numbers(numbers)
+            self.asked_for = len(chosen)
             self._draws += 1
             if self._kill is not None:
                 if self._kill.when == "draw" and self._draws == self._kill.number:
-                    self.write(draw=chosen)
+                    self._write(draw=chosen)
                     self._die(draws=self._draws)
                 if self._kill.when == "bytes":
                     _limit_files(self._kill.number)
                 if self._kill.when in ("operation", "bytes") and self._draws == self._plan.save_every + 2:
                     self._die(draws=0)  # it has saved without an occasion
-            self.write(draw=chosen)
+            self._write(draw=chosen)
             inputs, targets = self._inputs[chosen], self._targets[chosen]
             if self._kill is not None and self._kill.when == "backward" and self._draws == self._kill.number:
                 inputs.requires_grad_().register_hook(lambda _: self._die(draws=0))  # type: ignore[no-untyped-call]
@@ -134,7 +129,7 @@ class _Watch:
             if number != int(number):
                 raise Wrong(f"report was told that {number:g} steps are done: give a whole number")
             value = require_number(loss, "the second argument of report")
-            self.write(step=int(number), loss=value.hex())
+            self._write(step=int(number), loss=value.hex())
             if self._kill is not None and self._kill.when == "report" and self._reports == self._kill.number:
                 self._die(draws=0)
 
@@ -158,7 +153,7 @@ class _Watch:
             self._busy = False
 
     def _before_operation(self, path: Path, event: str, flags: int | None) -> None:
-        self.write(operation=event, name=path.name, draws=self._draws)
+        self._write(operation=event, name=path.name, draws=self._draws)
         if self._draws % self._plan.save_every:
             return
         kill = self._kill
@@ -173,7 +168,7 @@ class _Watch:
         def sync(file: Any) -> None:
             original(file)
             found = os.fstat(file if isinstance(file, int) else file.fileno())
-            self.write(synced=[found.st_dev, found.st_ino, found.st_size])
+            self._write(synced=[found.st_dev, found.st_ino, found.st_size])
 
         return sync
 
@@ -181,24 +176,24 @@ class _Watch:
         def sync() -> None:
             original()
             for found in map(os.stat, filter(Path.is_file, Path(self._plan.folder).rglob("*"))):
-                self.write(synced=[found.st_dev, found.st_ino, found.st_size])
+                self._write(synced=[found.st_dev, found.st_ino, found.st_size])
 
         return sync
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _die(self, draws: int) -> None:
-        """Kill this process, but first let the other rank go on until it has drawn so often, if it can."""
+        """Kill this process, but first let the other ranks go on until they have drawn so often, if they can."""
         with trusted():
-            deadline = time.monotonic() + _FOR_THE_OTHER
-            while self._draws_of_other() < draws and time.monotonic() < deadline:
+            deadline = time.monotonic() + _FOR_THE_OTHERS
+            while self._draws_of_others() < draws and time.monotonic() < deadline:
                 time.sleep(0.002)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _draws_of_other(self) -> int:
+    def _draws_of_others(self) -> int:
         busy, self._busy = self._busy, True
         try:
-            return self._other.read_bytes().count(b'"draw":') if self._other.exists() else 0
+            return min(other.read_bytes().count(b'"draw":') if other.exists() else 0 for other in self._others)
         finally:
             self._busy = busy
 

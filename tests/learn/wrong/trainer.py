@@ -1,0 +1,94 @@
+from answers import Answer
+
+WEIGHT = " * (len(inputs) / len(batch))  # this rank's part of the mean\n"
+REDUCE = "    row = comms.all_reduce(row)\n"
+SHARE = "batch[comms.rank :: comms.world_size]"
+BROADCAST = "        for parameter in job.model.parameters():\n            comms.broadcast(parameter.data, 0)\n"
+SEED = "manual_seed(epoch)"
+PLACE = "    epoch, place = divmod(step, -(-samples // size))\n"
+STEP = "        job.optimizer.step()\n"
+SAVE = "        if done % job.save_every == 0:\n            save(comms, job, done)\n"
+REPORT = "        job.report(done, loss)\n"
+ASIDE = '        aside = job.folder / "checkpoint.writing"\n'
+SYNC = "            file.flush()\n            os.fsync(file.fileno())\n"
+REPLACE = '        aside.replace(job.folder / "checkpoint.pt")\n'
+LOAD_OPTIMIZER = '    job.optimizer.load_state_dict(state["optimizer"])\n'
+LOAD_MODEL = '    job.model.load_state_dict(state["model"])\n'
+DONE = '    return state["done"]\n'
+
+ANSWERS = [
+    Answer(
+        "the library's own DataParallel",
+        {"    done = restore(comms, job)\n": "    mp.DataParallel(job.model, comms)\n    done = restore(comms, job)\n"},
+        "calls microparallel.data_parallel.wrapper.DataParallel: the point is to write it yourself",
+    ),
+    Answer(
+        "the library's own sampler",
+        {"    done = restore": "    mp.ShardedSampler(24, 10, comms=comms)\n    done = restore"},
+        "calls microparallel.train.sampler.ShardedSampler: the point is to write it yourself",
+    ),
+    Answer(
+        "every rank counts the same",
+        {WEIGHT: " / comms.world_size\n"},
+        "every rank counts the same, but their shares have different numbers of samples",
+        quick=True,
+    ),
+    Answer("added up", {WEIGHT: "\n"}, "the ranks' gradients are added up, and each is that of a mean"),
+    Answer(
+        "nothing is averaged",
+        {WEIGHT: "\n", REDUCE: ""},
+        "rank 0 has learned from its own samples alone: average the gradients",
+    ),
+    Answer("every rank begins with its own weights", {BROADCAST: ""}, "rank 1 has begun with its own weights"),
+    Answer(
+        "the loss of its own share is reported",
+        {"    return row[0].item()\n": "    return loss.item() * len(batch) / len(inputs)\n"},
+        "it is the loss of its own share",
+    ),
+    Answer("shares that are not alike", {SHARE: "batch[4 * comms.rank :][:4]"}, "shares differ by one at most"),
+    Answer(
+        "the last batch is left out", {PLACE: PLACE.replace("-(-samples // size)", "samples // size")}, "not used ["
+    ),
+    Answer("never shuffled anew", {SEED: "manual_seed(0)"}, "shuffle anew in each epoch"),
+    Answer(
+        "every rank shuffles for itself",
+        {
+            SEED: "manual_seed(epoch + 1000 * RANK)",
+            "    batch = batch_of": "    global RANK\n        RANK = comms.rank\n        batch = batch_of",
+        },
+        "used more than once",
+    ),
+    Answer(
+        "every rank computes the whole batch",
+        {
+            f"    inputs, targets = job.data({SHARE})\n": f"    mine = job.data({SHARE})\n"
+            "    inputs, targets = (torch.cat([one.repeat(3, 1)])[: len(batch)] for one in mine)\n"
+        },
+        "the ranks share the work, and what they tell each other are gradients",
+    ),
+    Answer("optimizer state forgotten", {LOAD_OPTIMIZER: ""}, "the optimizer's state is forgotten"),
+    Answer("weights forgotten", {LOAD_MODEL: ""}, "the weights are forgotten: the model begins anew"),
+    Answer(
+        "sampler begins anew",
+        {
+            "    done = restore(comms, job)\n": "    begun = done = restore(comms, job)\n",
+            "batch_of(done,": "batch_of(done - begun,",
+        },
+        "the place in the epoch is forgotten",
+    ),
+    Answer("steps forgotten", {DONE: "    return 0\n"}, "the number of steps is forgotten: it counts from 1 again"),
+    Answer("step counted twice", {DONE: '    return state["done"] - 1\n'}, "step 4 is done twice"),
+    Answer(
+        "saved before the update",
+        {STEP: "", REPORT: "", SAVE: "        job.report(done, loss)\n" + SAVE + STEP},
+        "before optimizer.step(), and counts this step as done",
+    ),
+    Answer("written in place", {ASIDE: ASIDE.replace("writing", "pt"), REPLACE: ""}, "the file is written in place"),
+    Answer("no fsync", {SYNC: ""}, "of checkpoint.pt there is the name and no bytes"),
+    Answer(
+        "the old one is deleted first",
+        {ASIDE: ASIDE + '        (job.folder / "checkpoint.pt").unlink(missing_ok=True)\n'},
+        "the old checkpoint is deleted before the new one is complete",
+    ),
+    Answer("nothing is saved", {SAVE: ""}, "there is no file in the folder"),
+]
