@@ -1,16 +1,16 @@
 """Train one model on several ranks.
 
-Now there are real processes. Each has its own model, made with its own random numbers, and they must behave like one
-process that trains one model on the whole batch. It takes three things:
+Now there are real processes. Each has its own model, made with its own random numbers. Together they must behave like
+one process that trains one model on the whole batch. That needs three things:
 
-    the same start        rank 0's weights go to everybody, once
+    the same start        rank 0's weights go to all ranks, once
     its own samples       every sample of the batch belongs to exactly one rank
-    the same gradients    after backward they are averaged, as you did by hand; then everybody takes the same step
+    the same gradients    after backward they are averaged, as you did by hand; then all ranks take the same step
 
     rank 0   forward  backward │ all-reduce every gradient │ optimizer step     the same weights again,
     rank 1   forward  backward │ all-reduce every gradient │ optimizer step     to the last bit
 
-This is naive data parallelism: right, and slow, since nobody computes while gradients travel.
+This is naive data parallelism. It is right, and it is slow, because no rank computes while gradients travel.
 
 Lesson: docs/data_parallel/07_naive.md                 Check it: microparallel learn check model-and-main
 """
@@ -24,7 +24,7 @@ import microparallel as mp
 def same_start(model: nn.Module, comms: mp.Comms) -> None:
     """Give every rank the weights of rank 0.
 
-    You have comms.broadcast(tensor, src), which writes rank src's tensor into everybody's. `parameter.data` is a
+    You have comms.broadcast(tensor, src), which writes rank src's tensor into that of every rank. `parameter.data` is a
     parameter's tensor, without autograd watching.
     """
     # Every parameter of the model, one after another.
@@ -42,15 +42,15 @@ def train_step(
 ) -> float:
     """One step on a batch that the ranks share; returns the mean loss over the whole batch, the same on every rank.
 
-    You have comms.all_reduce(tensor), which replaces everybody's tensor by the sum of all of them.
+    You have comms.all_reduce(tensor), which replaces every rank's tensor by the sum of all of them.
     """
     mine = my_samples(len(inputs), comms)
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine])  # the mean over my own samples
-    # Of my own samples as yet. The mean over no samples is NaN; a rank without any begins with 0.
+    # Only of my own samples so far. The mean over no samples is NaN, so a rank without any begins with 0.
     mean_loss = loss.detach().clone() if len(inputs[mine]) else torch.zeros_like(loss)
     # Backward; then the gradients of all ranks, and mean_loss too, become those of the whole batch, in place.
-    # Think: ranks may have different numbers of samples. How much does this rank's mean count?
+    # Ranks may have different numbers of samples. How much does this rank's mean count?
     raise NotImplementedError("backward, and average gradients and loss over the ranks")
     optimizer.step()
     return mean_loss.item()
@@ -58,7 +58,7 @@ def train_step(
 
 def main(comms: mp.Comms, steps: int = 20) -> list[float]:
     """Train, and return the losses."""
-    torch.manual_seed(comms.rank)  # every rank begins with other weights: same_start must mend that
+    torch.manual_seed(comms.rank)  # every rank begins with other weights, until same_start
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     same_start(model, comms)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,20 +1,26 @@
 """Say where the time of a step went.
 
-You have recorded a step: for every rank, the spans of time in which it computed, and the spans from the moment it
-joined an all-reduce to the moment that was over. Which part of it could be better?
+You have recorded a step. For every rank you know the spans of time in which it computed, and for each all-reduce the
+span from the moment when the rank joined it to the moment when it was over. Which part of the step could be better?
 
     rank 0   compute ▒▒▒▒▒▒▒▒▒▒▒▒▒▒
                     all-reduce ····▓▓▓▓▓▓▓▓
                                wait│travel     what goes on beside ▒ is hidden and costs nothing; the rest is exposed
     rank 1   compute ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
                         all-reduce ▓▓▓▓▓▓▓▓
-                                   └ only now has everybody come
+                                   └ only now has every rank joined
 
-Waiting is not communication: a faster network does not help against a late rank. Six small functions, a line or two
-each.
+Waiting is not communication: a faster network does not help against a late rank. First come six small functions, a line
+or two each. Then three functions use them on a `mp.Trace`, which is what `mp.record` makes of a run: the check gives
+them recordings of real steps.
 
 Lesson: docs/data_parallel/11_performance.md           Check it: microparallel learn check performance
 """
+
+import torch
+from torch import nn
+
+import microparallel as mp
 
 Span = tuple[float, float]  # start and end, in seconds
 
@@ -37,8 +43,8 @@ def seconds(spans: list[Span]) -> float:
 
 def exposed(spans: list[Span], compute: list[Span]) -> float:
     """How long at least one of `spans` goes on while the rank does not compute."""
-    # You have seconds(…). How long does the rank do anything at all (compute + spans is one list), and how much of
-    # that is computing?
+    # You have seconds(…). How long does the rank do anything at all? (compute + spans is one list.) How much of that
+    # is computing?
     raise NotImplementedError("exposed: time that nothing hides")
 
 
@@ -53,7 +59,7 @@ def split(joined: list[Span]) -> list[tuple[Span, Span]]:
 
     joined: one all-reduce, as each rank saw it: from the moment when that rank joined to the moment when it was over
     """
-    # An all-reduce needs everybody. From when on can the tensor travel?
+    # An all-reduce needs all ranks. From which moment on can the tensor travel?
     raise NotImplementedError("split: waiting, then travelling")
 
 
@@ -86,17 +92,62 @@ def bound(step: float, communication: float, waiting: float) -> str:
     raise NotImplementedError("bound: name the larger part, if it is worth naming")
 
 
-if __name__ == "__main__":
-    # Three ranks, one step, in milliseconds. Rank 2 is slow.
-    compute = [[(0.0, 60.0)], [(0.0, 62.0)], [(0.0, 90.0)]]
-    all_reduces = [[(30.0, 44.0), (45.0, 59.0), (62.0, 95.0)] for _ in compute]  # one for each of three buckets
-    all_reduces[2] = [(40.0, 44.0), (55.0, 59.0), (90.0, 95.0)]
+# ── a recorded step ─────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# trace.events     what the ranks did, in no particular order; of each `event` you know
+#     event.rank, event.start, event.end
+#     event.computes    whether it is a computation
+#     event.kind        "collective" for an all-reduce
+#     event.number      which all-reduce of its rank it is, counted from 0: those with one number belong together
+#     event.asked       when this rank joined; a collective's `start` is when the last rank had joined
+# trace.ranks      how many there are
+# trace.makespan   the seconds from the first event's start to the last one's end
 
+
+def computing(trace: mp.Trace, rank: int) -> list[Span]:
+    """When a rank computed."""
+    raise NotImplementedError("computing: the spans of this rank's computations")
+
+
+def all_reduces(trace: mp.Trace) -> list[list[Span]]:
+    """The all-reduces, in the order of their numbers: of each, what every rank saw, from rank 0 on.
+
+    A rank saw it from the moment when it joined to the moment when it was over.
+    """
+    # Which events belong to one all-reduce? Put each at its place: first by number, then by rank.
+    raise NotImplementedError("all_reduces: by number, and by rank")
+
+
+def where_it_went(trace: mp.Trace) -> list[tuple[float, float, float, str]]:
+    """For each rank: hidden communication, exposed communication, exposed waiting, and what bounds the step.
+
+    While one all-reduce travels, another may still wait for a rank. Such a time is communication: it counts as waiting
+    only while the rank neither computes nor has anything travelling.
+    """
+    # You have all you need above: split every all-reduce; then, rank by rank, hidden, exposed and bound.
+    raise NotImplementedError("where_it_went: put your functions together")
+
+
+def record_a_step(comms: mp.Comms) -> str:
+    """One step of data parallelism on real ranks, in which rank 1 has three times the samples; the trace as text."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    parallel = mp.DataParallel(model, comms, bucket_cap_mb=1, overlap=True)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    inputs = torch.randn(256 if comms.rank != 1 else 768, 512)
+    with mp.record(comms) as recorder:
+        for _ in range(3):  # the first steps also make buckets and connect
+            optimizer.zero_grad()
+            parallel(inputs).square().mean().backward()
+            optimizer.step()
+    return recorder.trace.step(2).to_json() if comms.rank == 0 else ""
+
+
+if __name__ == "__main__":
+    trace = mp.Trace.from_json(mp.launch(record_a_step, ranks=2)[0])
+    print(f"a step of {1000 * trace.makespan:.1f} ms on this machine, in ms")
     print("rank   hidden   communication   waiting   bound by")
-    pairs = [split([mine[number] for mine in all_reduces]) for number in range(3)]
-    for rank, busy in enumerate(compute):
-        waits, travels = ([pair[rank][part] for pair in pairs] for part in (0, 1))
-        talk, wait = exposed(travels, busy), exposed(waits, busy)
-        print(f"{rank:>4}{hidden(travels, busy):>9g}{talk:>16g}{wait:>10g}   {bound(95.0, talk, wait)}")
+    for rank, (behind, talk, wait, by) in enumerate(where_it_went(trace)):
+        print(f"{rank:>4}{1000 * behind:>9.1f}{1000 * talk:>16.1f}{1000 * wait:>10.1f}   {by}")
     print(f"a step of 95 ms with 3 ranks, 60 ms alone: efficiency {efficiency((32, 60.0), (96, 95.0), 3):.0%}")
     print(f"100 MB round a ring of 3, 10 µs and 10 GB/s: {1000 * ring_seconds(3, 100_000_000, 1e-5, 1e-10):.1f} ms")

@@ -5,7 +5,7 @@ multiplied by a scale before backward, and each gradient is divided by it afterw
 gradient becomes infinite (inf) or undefined (nan): an *overflow*. Then the step is left out, and the scale is halved.
 After `interval` good steps in a row it is doubled.
 
-Ranks have different samples, so an overflow may happen on one rank alone. All ranks must still do the same: take the
+Ranks have different samples, so an overflow may happen on one rank only. All ranks must still do the same: take the
 step or leave it out, and change the scale in the same way. A rank that decides alone soon has other weights:
 
     rank 0    finite ──┐                    ┌── leaves the step out, halves the scale
@@ -59,7 +59,7 @@ class LossScaling:
         """
         self.optimizer.zero_grad()
         # Scale, backward, overflow? If there is none: average, divide by the scale, clip, update. Which of these
-        # may not change places? In any case: change the scale at the end.
+        # must keep their order? In either case: change the scale at the end.
         raise NotImplementedError("scale the loss, agree, then take the step or leave it out")
 
 

@@ -10,8 +10,8 @@ One round of *power iteration* makes them. It begins with the Q of the step befo
     P = M · Q       all-reduced (mean over ranks), then its columns are made orthonormal
     Q = Mᵀ · P      all-reduced (mean over ranks)
 
-P is the same on all ranks when Q is computed, so the mean of all ranks' Q belongs to the mean of all ranks' M. In other
-words: sums of P and of Q can be made round a ring, like any all-reduce. The second one needs the result of the first.
+P is the same on all ranks when Q is computed, so the mean of all ranks' Q belongs to the mean of all ranks' M. So P and
+Q can both be averaged by an ordinary all-reduce, round a ring. The second one needs the result of the first.
 
 What P · Qᵀ leaves out of a rank's M is its residual, which is added to the next gradient (error feedback).
 
@@ -50,7 +50,7 @@ class PowerSGD:
     def average(self, parameter: nn.Parameter) -> None:
         """Put an approximation of the mean over ranks into parameter.grad.
 
-        Biases and other small tensors are not worth it: they are averaged as they are. You have
+        Biases and other small tensors would save little: they are averaged as they are. You have
         comms.all_reduce(tensor, op="mean"), which changes the tensor.
         """
         if parameter.dim() != 2:

@@ -1,13 +1,13 @@
 """Cut a model in two and hand the gradient over.
 
-One process plays both halves of a pipeline. What crosses the cut are bare numbers, because a message between two
-processes carries numbers and not autograd's graph. So there are two graphs, and two things to hand over:
+One process plays both halves of a pipeline. Only numbers cross the cut, because a message between two processes carries
+numbers and not autograd's graph. So there are two graphs, and two things to hand over:
 
     forward    inputs ──▶ part 1 ──▶ sent ═════ numbers ═════▶ received ──▶ part 2 ──▶ loss
     backward              part 1 ◀── sent ◀══ their gradient ══ received ◀── part 2 ◀── loss
 
-Part 2's backward ends where its graph begins: at `received`. From there on part 1 continues, with a gradient that only
-part 2 could know.
+Part 2's backward ends where its graph begins: at `received`. From there part 1 continues, with the gradient that part 2
+has found.
 
 Lesson: docs/pipeline/02_manual.md            Check it: microparallel learn check manual-split
 """

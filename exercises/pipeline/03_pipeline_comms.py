@@ -1,14 +1,15 @@
-"""Send a tensor to a neighbour who does not know its shape.
+"""Send a tensor to a neighbour that does not know its shape.
 
-A message is bytes and nothing else: `comms.recv_tensor` must be told the shape and the dtype before it can receive. But
-in a pipeline only the sender knows what a stage returns. So it sends a *header* first: a tensor whose size and dtype
-everybody knows beforehand, and which says what comes next.
+In ping-pong both ranks knew the shape of the ball. A message is bytes and nothing else, so `comms.recv_tensor` must be
+told the shape and the dtype before it can receive. But in a pipeline only the sender knows what its part of the model
+returns. So it sends a *header* first: a tensor whose size and dtype all ranks know beforehand, and which says what
+comes next.
 
     rank 0                                        rank 1
-    header  [dtype, dimensions, sizes …, 0, 0] ─▶  always 10 whole numbers: no question what to expect
+    header  [dtype, dimensions, sizes …, 0, 0] ─▶  always 10 whole numbers: every rank knows that
     tensor  ███████████████████████████████████ ─▶  now its shape and dtype are known
 
-The ranks stand in a line, not in a ring: the first has nobody before it, the last nobody behind it.
+The ranks stand in a line, not in a ring: no rank comes before the first, and none behind the last.
 
 Lesson: docs/pipeline/03_ping_pong.md            Check it: microparallel learn check pipeline-comms
 """
@@ -33,7 +34,7 @@ HEADER = 2 + MOST_DIMENSIONS  # whole numbers (torch.int64) in every header
 
 def neighbours(rank: int, world_size: int) -> tuple[int | None, int | None]:
     """The rank before this one and the rank after it; None where there is none."""
-    raise NotImplementedError("who comes before this rank, and who after it?")
+    raise NotImplementedError("which rank comes before this one, and which after it?")
 
 
 def write_header(tensor: torch.Tensor) -> torch.Tensor:

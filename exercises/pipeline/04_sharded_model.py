@@ -6,9 +6,10 @@ come out even, the first ranks take one layer more; with fewer layers than ranks
     seven layers, three ranks      0  1  2 │ 3  4 │ 5  6
                                    rank 0    rank 1  rank 2
 
-All shards together must be the whole model: the same weights, bit for bit, after the same torch.manual_seed, under the
-same names (layers.3.weight is on rank 1, and is called that there too). Only then can a pipeline be compared with one
-process, and a checkpoint be shared. But no rank may ever hold the whole model: that is what it is too small for.
+A rank's layers are its *shard*. All shards together must be the whole model: after the same torch.manual_seed they have
+the same weights, bit for bit, under the same names (layers.3.weight is on rank 1, and has that name there too). Only
+then can a pipeline be compared with one process, and a checkpoint be shared. But no rank may ever hold the whole model:
+a rank is too small for it.
 
 Lesson: docs/pipeline/04_naive.md            Check it: microparallel learn check sharded-model
 """

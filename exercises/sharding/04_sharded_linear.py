@@ -1,19 +1,19 @@
 """A linear layer of whose weight every rank keeps a part (ZeRO-3).
 
 ZeRO-3 cuts the weights, too. A rank keeps some rows of each weight. When it needs the whole weight, it gathers it from
-all ranks, computes with it, and lets it go:
+all ranks, computes with it, and frees it:
 
-    forward     gather the weight    outputs = inputs · weightᵀ                 let the weight go
-    backward    gather it again      the gradient of inputs, and of the weight  let the weight go
-                reduce-scatter the weight's gradient: each rank keeps its part  let the whole gradient go
+    forward     gather the weight    outputs = inputs · weightᵀ                 free the weight
+    backward    gather it again      the gradient of inputs, and of the weight  free the weight
+                reduce-scatter the weight's gradient: each rank keeps its part  free the whole gradient
 
 Rank r keeps the rows from r·n up to (r+1)·n. n is the number of rows divided by the number of ranks, rounded up. Where
 there are no more rows, rows of zeros fill the part up:
 
     7 rows, 3 ranks   │ 0 1 2 │ 3 4 5 │ 6 · · │      n = 3; rank 2 keeps one row, and two of zeros
 
-Between forward and backward a rank keeps its part and the inputs, and nothing else. Whatever autograd saves is in
-memory until the backward: if you save the whole weight, all layers' weights are there at once, and nothing is gained.
+Between forward and backward a rank keeps its part and the inputs, and nothing else. What autograd saves stays in memory
+until the backward: if you save the whole weight, all layers' weights are in memory at once, and nothing is gained.
 
 Lesson: docs/sharding/04_gathered_on_demand.md         Check it: microparallel learn check sharded-linear
 """
@@ -34,7 +34,7 @@ def in_parts(weight: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 
 def part_of(weight: torch.Tensor, comms: mp.Comms) -> torch.Tensor:
-    """This rank's part of a weight. Nobody keeps the whole weight after this."""
+    """This rank's part of a weight. No rank keeps the whole weight after this."""
     # One of in_parts(…). A view keeps the memory of all parts: take it into memory of its own.
     raise NotImplementedError("take this rank's part, in memory of its own")
 

@@ -1,20 +1,20 @@
-"""A step of ZeRO-3 as a program: units are gathered ahead, and no more of them are whole than the limit allows.
+"""A step of ZeRO-3 as a program: units are gathered ahead, and only as many are whole as the limit allows.
 
 A *unit* is what is gathered together; here every layer is one. A rank keeps its part of each unit. It gathers a unit
 before it computes with it, and frees it afterwards. With `prefetch` d, the gather of a unit begins d units before it is
-used, so that those hide it; at most d + 1 units are whole at a time. You write what a rank does, in order, as words:
+used, so that their computation hides it; at most d + 1 units are whole at a time. You write what a rank does, in order:
 
     F2.5       forward of layer 2 on micro-batch 5     B2.5   its backward     S   update this rank's parts, at the end
     ~T0@dp     gather unit 0                           !T0    free it: this rank keeps its part
-    %U0.1@dp   reduce-scatter what everybody's second micro-batch gave for unit 0: this rank gets its part of the sum
+    %U0.1@dp   reduce-scatter what each rank's second micro-batch gave for unit 0: this rank gets its part of the sum
     !D2.5      free the whole gradient of layer 2 that micro-batch 5 gave
 
     two layers, one micro-batch, two ranks; the helpers below write the words
     prefetch 0   ~T1@dp F0.0 !T1 ~T0@dp F1.0 !T0   ~T0@dp B1.0 %U0.0@dp !D1.0 !T0 ~T1@dp B0.0 %U1.0@dp !D0.0 !T1   S
     prefetch 1   ~T1@dp ~T0@dp F0.0 !T1 F1.0 !T0   ~T0@dp ~T1@dp B1.0 %U0.0@dp !D1.0 !T0 B0.0 %U1.0@dp !D0.0 !T1   S
 
-Units are counted from the end, as buckets are: unit 0 is the last layer. Communication has a lane of its own. What
-stands there begins when everything has ended that the rank computes before it, and runs beside what is computed next.
+Units are counted from the end, as buckets are: unit 0 is the last layer. Communication has a *lane* of its own, so it
+runs beside computation: it begins when everything has ended that stands before it, and what is computed next goes on.
 
 Lesson: docs/sharding/04_gathered_on_demand.md         Check it: microparallel learn check zero-3
 """

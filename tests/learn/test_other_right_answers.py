@@ -5,7 +5,7 @@ from answers import Answer
 
 from microparallel.learn.catalogue import find_exercise
 
-START = 'self.requests.append(self.comms.all_reduce(parameter.grad, op="mean", async_op=True))'
+START = 'self.requests.append(self.comms.all_reduce(gradient, op="mean", async_op=True))'
 SEND = "        request = comms.isend(slices[send % ranks], after)\n"
 FIRST = "        if rank % 2 == 0 and rank != ranks - 1:\n            comms.send_tensor(slices[send % ranks], after)\n"
 LATER = FIRST.replace("if rank % 2 == 0 and rank != ranks - 1", "if rank % 2 == 1 or rank == ranks - 1")
@@ -190,11 +190,27 @@ RIGHT = {
             "hook(self.on_gradient)": "hook(lambda _, parameter=parameter: self.on_gradient(parameter))"
         },
         "divided before": {
-            START: "parameter.grad /= self.comms.world_size\n        " + START.replace(', op="mean"', ""),
+            START: "gradient /= self.comms.world_size\n            " + START.replace(', op="mean"', ""),
         },
         "waits with a limit": {"request.wait()": "request.wait(timeout=10)"},
         "a ring by name": {'op="mean", async_op': 'op="mean", algorithm="ring", async_op'},
         "another list": {"self.requests.clear()": "self.requests = []"},
+        "a buffer of its own for each": {
+            START: (
+                "buffer = gradient.clone()\n"
+                "            self.requests.append(self.comms.all_reduce(buffer, op='mean', async_op=True))\n"
+                "            self.pairs = [*getattr(self, 'pairs', []), (self.order[len(self.requests) - 1], buffer)]"
+            ),
+            "            request.wait()\n": (
+                "            request.wait()\n        for parameter, buffer in self.pairs:\n"
+                "            parameter.grad.copy_(buffer)\n        self.pairs = []\n"
+            ),
+        },
+        "sorted by name": {
+            "[parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]": (
+                "[one for _, one in sorted(model.named_parameters(), reverse=True) if one.requires_grad]"
+            )
+        },
     },
     "buckets": {
         "views as gradients": {
@@ -261,6 +277,22 @@ RIGHT = {
     "performance": {
         "hidden first": {
             "seconds(spans) - exposed(spans, compute)": "seconds(spans) + seconds(compute) - seconds(compute + spans)"
+        },
+        "computations in another order": {
+            "[(event.start, event.end) for event in trace.events if event.rank == rank and event.computes]": (
+                "sorted((event.start, event.end) for event in trace.compute[rank])[::-1]"
+            )
+        },
+        "issued, and a dict": {
+            "    in_order = sorted(reduces, key=lambda event: event.rank)\n": (
+                "    found = {(event.number, event.rank): (event.issued, event.end) for event in reduces}\n"
+                "    return [[found[number, rank] for rank in range(trace.ranks)] for number in numbers]\n"
+            ),
+            "    return [[(event.asked, event.end) for event in in_order if event.number == number] "
+            "for number in numbers]\n": "",
+        },
+        "waiting with the formula of exposed": {
+            "exposed(waits, busy + travels)": "seconds(busy + travels + waits) - seconds(busy + travels)"
         },
     },
     "read-a-hang": {

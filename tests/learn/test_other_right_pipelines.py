@@ -8,11 +8,9 @@ from microparallel.learn.catalogue import find_exercise
 GPIPE_ORDER = """    for m in range(microbatches):
         backward(m)
 """
-STEADY = """    for m in range(microbatches - warm_up):
-        forward(warm_up + m)
-        backward(m)
-    for m in range(microbatches - warm_up, microbatches):
-        backward(m)
+PAIRS = """    for m in range(microbatches - warm_up):
+        words += [f"F{warm_up + m}", f"B{m}"]
+    return words + [f"B{m}" for m in range(microbatches - warm_up, microbatches)]
 """
 
 RIGHT = {
@@ -94,13 +92,25 @@ RIGHT = {
         Answer(
             "forwards as long as there are any",
             {
-                STEADY: (
+                PAIRS: (
                     "    for m in range(microbatches):\n"
-                    "        if warm_up + m < microbatches:\n"
-                    "            forward(warm_up + m)\n"
-                    "        backward(m)\n"
+                    "        words += [f'F{warm_up + m}'] * (warm_up + m < microbatches) + [f'B{m}']\n"
+                    "    return words\n"
                 )
             },
+            "",
+        ),
+        Answer(
+            "the gradient in a list, and autograd's own function",
+            {
+                "        outputs.backward(gradient)\n": "        torch.autograd.backward([outputs], [gradient])\n",
+                "start_sending(outputs.detach(), rank + 1)": "start_sending(outputs, rank + 1)",
+            },
+            "",
+        ),
+        Answer(
+            "sums of squares divided once",
+            {"* len(answers[m]) / len(targets)": "/ (len(targets) / len(answers[m]))"},
             "",
         ),
         Answer(
@@ -128,6 +138,21 @@ RIGHT = {
         ),
     ],
     "zero-bubble": [
+        Answer(
+            "backward with names",
+            {
+                "return torch.autograd.grad(outputs, received, gradient, retain_graph=True)[0]": (
+                    "outputs.backward(gradient, inputs=[received], retain_graph=True)\n    return received.grad"
+                ),
+                "torch.autograd.grad(outputs, parameters, gradient), strict=True)": (
+                    "[0] * len(parameters), strict=False)"
+                ),
+                "        parameter.grad = new if parameter.grad is None else parameter.grad + new\n": (
+                    "        outputs.backward(gradient, inputs=parameters)\n        break\n"
+                ),
+            },
+            "",
+        ),
         Answer(
             "a queue of those that wait",
             {

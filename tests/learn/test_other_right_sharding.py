@@ -38,7 +38,7 @@ OF_INPUTS = "        of_inputs = gradient @ gathered(part, ctx.rows, ctx.comms)\
 OF_WEIGHT = "        of_weight = gradient.T @ inputs\n"
 OF_PART = '        of_part = ctx.comms.reduce_scatter(in_parts(of_weight, ctx.comms.world_size), op="mean")\n'
 APPLY = "        return GatheredLinear.apply(inputs, self.part, self.rows, self.comms)\n"
-GATHER = """class Gather(torch.autograd.Function):
+GATHERING = """class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, rows, comms):
         ctx.comms = comms
@@ -200,7 +200,7 @@ RIGHT = {
             OF_WEIGHT: "        of_weight = torch.einsum('sr,sf->rf', gradient, inputs)\n",
         },
         "a gather with a backward, done again by torch's checkpoint": {
-            "class ShardedLinear(nn.Module):\n": GATHER,
+            "class ShardedLinear(nn.Module):\n": GATHERING,
             APPLY: "        def compute(inputs, part):\n"
             "            return nn.functional.linear(inputs, Gather.apply(part, self.rows, self.comms))\n\n"
             "        return torch.utils.checkpoint.checkpoint(compute, inputs, self.part, use_reentrant=False)\n",

@@ -1,14 +1,14 @@
 """Average the gradients of two copies by hand.
 
 Two copies of a network learn from one batch: each sees its own part of the samples. After backward each copy holds the
-gradient of the mean over *its* samples. Give both the gradient of the mean over *all* samples, and they learn exactly
-what one network learns from the whole batch.
+gradient of the mean over *its* samples. If both get the gradient of the mean over *all* samples instead, they learn
+exactly what one network learns from the whole batch.
 
     copy 0   forward  backward ┐                ┌ optimizer step
                                ├─ you are here ─┤                   the same weights again
     copy 1   forward  backward ┘                └ optimizer step
 
-There are no processes yet and nothing to send: both copies are variables of yours.
+There are no processes yet, and nothing is sent: both copies are variables of one process.
 
 Lesson: docs/data_parallel/03_manual.md                Check it: microparallel learn check manual-averaging
 """
@@ -29,7 +29,7 @@ def average_gradients(copies: list[nn.Module], samples: list[int]) -> None:
         # `same_parameter` has one parameter of each copy: the same weight matrix, or the same bias.
         # ┌ hole
         #: # Put the gradient of the mean over all samples into parameter.grad of both.
-        #: # Think: one copy saw 3 samples and the other 1. How much does each gradient count?
+        #: # One copy saw 3 samples and the other 1. How much does each gradient count?
         #: raise NotImplementedError("average the gradients of one parameter over the copies")
         total = torch.zeros_like(same_parameter[0])
         for parameter, seen in zip(same_parameter, samples, strict=True):
@@ -64,4 +64,4 @@ if __name__ == "__main__":
     train_step(copies, optimizers, [(inputs[:3], targets[:3]), (inputs[3:], targets[3:])])
 
     for network in [whole, *copies]:
-        print(network[0].bias.tolist()[:3])  # three times the same, but for rounding
+        print(network[0].bias.tolist()[:3])  # three times the same numbers, except for rounding

@@ -1,14 +1,14 @@
 """Broadcast, gather and barrier from sends and receives.
 
-Ranks share no memory. All they have is "send this tensor to that rank" and "receive a tensor of this shape from that
-rank". Three things that every distributed program needs are a loop or two around them:
+Ranks share no memory. A rank can send a tensor to another rank, and it can receive a tensor of a known shape from
+another rank. Three operations that every distributed program needs are a loop or two around these two:
 
-    broadcast   one rank has a tensor, then all have it           src ──▶ everybody else
-    gather      everybody has a tensor, then one rank has all     everybody else ──▶ dst
-    barrier     nobody goes on before everybody has arrived       everybody else ──▶ 0, then 0 ──▶ everybody else
+    broadcast   one rank has a tensor, then all have it           src ──▶ all others
+    gather      every rank has one, then one rank has all of them  all others ──▶ dst
+    barrier     no rank goes on before all have arrived           all others ──▶ 0, then 0 ──▶ all others
 
-A receive comes back when the tensor is there, a send when its receiver has asked for it (or sooner, if the tensor is
-small: do not rely on it). So every send needs its receive, in an order in which neither waits for ever.
+A receive returns when the tensor is there. A send returns when its receiver has asked for the tensor (or sooner, if the
+tensor is small: do not rely on it). So every send needs its receive, in an order in which neither waits for ever.
 
 Lesson: docs/data_parallel/05_sync_primitives.md       Check it: microparallel learn check comms
 """
@@ -32,7 +32,7 @@ def broadcast(tensor: torch.Tensor, src: int, comms: mp.Comms) -> None:
     # ┌ hole
     #: # Rank src sends its tensor to all others; each of them receives it, and writes it into its own (tensor.copy_).
     #: # Say which dtype you expect: without it, recv_tensor expects float32.
-    #: raise NotImplementedError("broadcast: from src to everybody")
+    #: raise NotImplementedError("broadcast: from src to all others")
     if comms.rank == src:
         for peer in others(src, comms):
             comms.send_tensor(tensor, peer)
@@ -42,10 +42,10 @@ def broadcast(tensor: torch.Tensor, src: int, comms: mp.Comms) -> None:
 
 
 def gather(tensor: torch.Tensor, dst: int, comms: mp.Comms) -> list[torch.Tensor] | None:
-    """Return everybody's tensor, in the order of ranks, on rank `dst`; None on the others."""
+    """Return every rank's tensor, in the order of ranks, on rank `dst`; None on the others."""
     # ┌ hole
     #: # The way back. Rank dst returns a list with a tensor for every rank, its own (a clone of it) among them.
-    #: raise NotImplementedError("gather: from everybody to dst")
+    #: raise NotImplementedError("gather: from all others to dst")
     if comms.rank != dst:
         comms.send_tensor(tensor, dst)
         return None
@@ -58,17 +58,17 @@ def gather(tensor: torch.Tensor, dst: int, comms: mp.Comms) -> list[torch.Tensor
 
 def barrier(comms: mp.Comms) -> None:
     """Return when every rank has called this, and not before."""
-    token = torch.zeros(1)  # what is in it does not matter: that it comes is the message
+    token = torch.zeros(1)  # its content does not matter: its arrival is the message
     # ┌ hole
-    #: # Rank 0 must know that all have arrived; then all must know that rank 0 knows. You may use what you wrote above.
-    #: raise NotImplementedError("barrier: wait for everybody")
+    #: # First rank 0 must know that all have arrived; then all must know that it knows. Use what you wrote above.
+    #: raise NotImplementedError("barrier: wait for all ranks")
     gather(token, 0, comms)
     broadcast(token, 0, comms)
     # └
 
 
 def all_gather(tensor: torch.Tensor, comms: mp.Comms) -> list[torch.Tensor]:
-    """Return everybody's tensor on every rank: with the functions above, there is nothing left to do."""
+    """Return every rank's tensor on every rank: the functions above do all the work."""
     gathered = gather(tensor, 0, comms) or [torch.empty_like(tensor) for _ in range(comms.world_size)]
     for one in gathered:
         broadcast(one, 0, comms)

@@ -1,11 +1,11 @@
 """All-reduce round the ring.
 
-Every rank has a tensor of the same shape. Afterwards every rank shall have the sum of all of them, and no rank may send
-more than 2(p−1)/p of the tensor: that is the least there is, and the ring achieves it.
+Every rank has a tensor of the same shape. Afterwards every rank should have the sum of all of them, and no rank may
+send more than 2(p−1)/p of the tensor. Less is not possible, and the ring needs no more.
 
-Cut the tensor into as many slices as there are ranks. Then, in p−1 steps, everybody passes a slice to the next rank and
-adds the slice that comes from the rank before to its own: afterwards rank r holds the whole sum of slice r+1. In p−1
-more steps the sums go round once, and are copied instead of added.
+Cut the tensor into as many slices as there are ranks. In p−1 steps every rank passes a slice to the next rank, and adds
+the slice that comes from the rank before to its own. Afterwards rank r holds the whole sum of slice r+1. In p−1 more
+steps the sums go round once, and are copied instead of added.
 
     step 0, three ranks        rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
 
@@ -18,7 +18,7 @@ import microparallel as mp
 
 
 def ring_all_reduce(tensor: torch.Tensor, comms: mp.Comms) -> None:
-    """Sum everybody's tensor, in place.
+    """Replace every rank's tensor by the sum of all of them, in place.
 
     You have comms.rank, comms.world_size, comms.isend(tensor, dest), comms.recv_tensor(shape, src, dtype), and the
     blocking comms.send_tensor, which waits until the receiver asks for the tensor.
@@ -31,7 +31,7 @@ def ring_all_reduce(tensor: torch.Tensor, comms: mp.Comms) -> None:
         """Send one slice to the next rank and return what comes from the rank before in place of another."""
         # ┌ hole
         #: # Start sending slices[send % ranks] to `after`, receive a tensor like slices[receive % ranks] from `before`,
-        #: # and return it. Think: what happens if every rank first waits until its own slice has been received?
+        #: # and return it. What happens if every rank first waits until its own slice has been received?
         #: raise NotImplementedError("pass one slice on and receive another")
         request = comms.isend(slices[send % ranks], after)
         expected = slices[receive % ranks]

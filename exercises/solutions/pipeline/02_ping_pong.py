@@ -7,8 +7,12 @@ received and sends that back; rank 0 receives it, and adds one too.
     rank 1           ─▶ +1 ─▶          ─▶ +1 ─▶
              └────── round 0 ──────┘└───── round 1 ──────┘
 
-Both ranks run the same function, and only their number tells them apart. A send waits until the other rank receives: if
-both send first, both wait for ever, and if both receive first, so they do too.
+Both ranks run the same function, and only their number tells them apart. A send waits until the other rank receives,
+and a receive waits until the other rank sends. So if both ranks send first, both wait for ever. If both receive first,
+both wait for ever, too.
+
+A receiver must say which shape and which dtype (torch.float32, say) it expects. Here that is simple: both ranks know
+the ball's.
 
 Lesson: docs/pipeline/03_ping_pong.md            Check it: microparallel learn check ping-pong
 """
@@ -21,14 +25,14 @@ import microparallel as mp
 
 
 def ping_pong(ball: torch.Tensor, rounds: int, comms: mp.Comms) -> torch.Tensor:
-    """Play; returns the ball as this rank has had it last.
+    """Play, and return the ball as this rank has had it last.
 
-    Both ranks are given a ball of the same shape and dtype, but only the numbers of rank 0's count. Leave the caller's
-    tensor as it is.
+    Both ranks are given a ball of the same shape and dtype, but only the numbers of rank 0's ball count. Leave the
+    caller's tensor as it is.
     You have comms.rank, comms.send_tensor(tensor, dest) and comms.recv_tensor(shape, src, dtype).
     """
     # ┌ hole
-    #: # What does rank 0 do in a round, and what does rank 1? Who has to receive while the other one sends?
+    #: # What does rank 0 do in a round, and what does rank 1? Which of them must receive while the other one sends?
     #: raise NotImplementedError("play the rounds: there and back")
     for _ in range(rounds):
         if comms.rank == 0:

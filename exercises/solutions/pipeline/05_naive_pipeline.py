@@ -7,8 +7,8 @@ to the next rank; the last rank computes the loss. Then gradients go the other w
     rank 1       ─▶ F ─▶        ─▶ B ─▶            F a forward, B a backward, ─▶ a message to the neighbour
     rank 2              ─▶ F B ─▶
 
-It is what you did at one cut (manual-split), with a message where the cut was. All but one rank wait, all the time:
-that is what the next exercises are about.
+It is what you did at one cut (manual-split), with a message where the cut was. At any time one rank works, and all
+others wait. The next exercises change that.
 
 Lesson: docs/pipeline/04_naive.md            Check it: microparallel learn check naive-pipeline
 """
@@ -31,7 +31,7 @@ def naive_step(
     """Forward and backward of one batch; afterwards every rank's stage has its gradients.
 
     Every rank is given inputs and targets, to know how many samples there are. But only rank 0 may put the inputs into
-    its stage, and only the last rank may look at the targets: for everybody else they are not numbers.
+    its stage, and only the last rank may look at the targets: on all other ranks these tensors hold nan, not numbers.
     Returns the loss on the last rank, and None on all others.
 
     You have comms.send_tensor(tensor, dest) and comms.recv_tensor(shape, src, dtype).

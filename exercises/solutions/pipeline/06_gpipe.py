@@ -1,15 +1,14 @@
 """Fill the pipeline with micro-batches, then drain it.
 
-While one rank works on a batch, all others wait. So the batch is cut into micro-batches, which follow each other
-through the stages: first all forwards, then all backwards. That is GPipe.
+While one rank works on a batch, all other ranks wait. So the batch is cut into micro-batches, which follow each other
+through the stages: first all forwards, then all backwards. This order is called GPipe.
 
     rank 0  F0 F1 F2 F3             B0 B1 B2 B3
     rank 1     F0 F1 F2 F3       B0 B1 B2 B3
     rank 2        F0 F1 F2 F3 B0 B1 B2 B3
 
 Afterwards the gradients must be those of the mean loss over the whole batch, as if it had never been cut; also where
-the micro-batches are not equally large. And whatever a micro-batch needs for its backward is kept until then, not
-longer.
+the micro-batches are not equally large. What a micro-batch needs for its backward is kept until then, and no longer.
 
 Lesson: docs/pipeline/05_gpipe.md            Check it: microparallel learn check gpipe
 """

@@ -1,15 +1,16 @@
 """Several thin stages of the model on every rank.
 
 Cut the model into more stages than there are ranks: with v stages a rank, rank r of p has stages r, r + p, r + 2p, …
-A micro-batch goes round all ranks v times: v laps. Every stage is v times thinner, so the first micro-batch reaches
-the last rank v times sooner, and the bubble is v times smaller.
+A micro-batch goes round all ranks v times. Call each time a *lap*. Every stage is v times thinner, so the first
+micro-batch reaches the last rank v times sooner, and the bubble, the time in which a rank only waits, is v times
+smaller.
 
     2 ranks, 4 micro-batches, 2 stages a rank; F2.1 is stage 2 on micro-batch 1; rank 0 has 0 and 2, rank 1 has 1 and 3
     rank 0  F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 …
     rank 1       F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 …
 
-A parallel algorithm is a program: here you only write the order of computation of each rank, as text. The sends and
-receives are put in for you, then it is verified, simulated, drawn if you like, and run.
+You write only the order in which each rank computes, as text. The check puts in the sends and receives, verifies and
+simulates the program, and runs it on ranks.
 
 Lesson: docs/pipeline/07_interleaved.md            Check it: microparallel learn check interleaved
 """

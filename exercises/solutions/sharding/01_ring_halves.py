@@ -8,8 +8,8 @@ A tensor is cut into as many slices as there are ranks, and slice r belongs to r
 One after the other they are an all-reduce. Each alone is half of it, p−1 steps. Between the two, every rank holds the
 sum of its own slice: that is where ZeRO puts the optimizer.
 
-Beware: in the ring all-reduce that you have written, rank r held the sum of slice r+1 after the first half, and nobody
-minded. Here it must be slice r. So which slice does a rank send first?
+In the ring all-reduce that you have written, rank r held the sum of slice r+1 after the first half. That did not matter
+there. Here it must be slice r. So which slice does a rank send first?
 
     all-gather, three ranks, step 0    rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
 

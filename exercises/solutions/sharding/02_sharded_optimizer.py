@@ -1,8 +1,8 @@
 """An optimizer of which every rank keeps a part (ZeRO-1).
 
 With data parallelism every rank keeps the optimizer's state for all parameters, and all ranks keep the same. Here each
-keeps it for its own part alone. All parameters lie side by side in a row, which is cut into as many equal parts as
-there are ranks:
+rank keeps it only for its own part of the parameters. All parameters lie side by side in a row, which is cut into as
+many equal parts as there are ranks:
 
     row     │ weight of 0      │ bias of 0 │ weight of 2               │ bias of 2 │ 0 │     the 0 fills the row up
     parts   │ rank 0                │ rank 1                │ rank 2                 │
@@ -40,7 +40,7 @@ class ShardedOptimizer:
         self.comms = comms
         # ┌ hole
         #: # This rank's part of the parameters, in a tensor of its own: in_parts(self.parameters) has all parts. The
-        #: # optimizer is made once, here, and is told of nothing else: make_optimizer([self.part]).
+        #: # optimizer is made once, here, and knows nothing else: make_optimizer([self.part]).
         #: raise NotImplementedError("make an optimizer for this rank's part")
         self.part = self.in_parts(self.parameters)[comms.rank].clone()
         self.optimizer = make_optimizer([self.part])

@@ -3,7 +3,7 @@
 A large batch comes in several micro-batches, whose gradients add up. ZeRO-1 adds them up whole, on every rank. But a
 rank updates only its part of the parameters, so it needs only its part of the sum. Here every gradient is
 reduce-scattered as soon as backward has made it, in every micro-batch; what comes back is added to the rank's part of
-the sum; and the whole gradient is let go before the next layer's is made:
+the sum; and the whole gradient is freed before the next layer's is made:
 
     backward    B2          B1          B0          B2          B1          B0         update
     rank 0      g2 ─▶ ⅓g2   g1 ─▶ ⅓g1   g0 ─▶ ⅓g0   g2 ─▶ +⅓g2  g1 ─▶ +⅓g1  g0 ─▶ +⅓g0
@@ -55,7 +55,7 @@ class Zero2:
         # ┌ hole
         #: # Reduce-scatter in_parts(parameter.grad, …) at once. What comes back is added to part.grad, which is None
         #: # before the first micro-batch. And let the whole gradient go: parameter.grad = None.
-        #: raise NotImplementedError("reduce-scatter the gradient, keep your part, let it go")
+        #: raise NotImplementedError("reduce-scatter the gradient, keep your part, let the rest go")
         mine = self.comms.reduce_scatter(in_parts(parameter.grad, self.comms.world_size), op="mean")
         part.grad = mine if part.grad is None else part.grad + mine
         parameter.grad = None
@@ -76,9 +76,9 @@ class Zero2:
     def update(self) -> None:
         """Update this rank's parts, and hand every rank all new parameters."""
         # ┌ hole
-        #: # The optimizer steps, and forgets the gradients (zero_grad). Then, for each parameter: gather all its parts,
+        #: # The optimizer steps, and drops the gradients (zero_grad). Then, for each parameter: gather all its parts,
         #: # cut off the zeros that filled it up, and copy the rest into parameter.data.
-        #: raise NotImplementedError("update your parts, and gather everybody's")
+        #: raise NotImplementedError("update your parts, and gather those of all ranks")
         self.optimizer.step()
         self.optimizer.zero_grad()
         for parameter, part in self.parts.items():

@@ -1,16 +1,17 @@
 """Kill and resume.
 
-A training that may be killed at any moment, as often as you like, and ends with the weights of one that was left alone,
-bit for bit. `train` is called again with the same folder after each kill, in new processes, and goes on from what it
-finds there:
+You write a training that may be killed at any moment, and any number of times. It ends with the same weights, bit for
+bit, as a training that was never killed. After each kill `train` is called again with the same folder, in new
+processes, and goes on from what it finds there:
 
     first call     1 ─ 2 ─ 3 ─ 4 ─ save ─ 5 ─ 6 ✗             both ranks are dead, at any line of yours
     second call                        └─ 5 ─ 6 ─ 7 ─ 8 ─ save ─ 9 ✗
     third call                                              └─ 9 ─ 10 ─ 11 ─ 12      the same weights as without ✗
 
-Two things make it hard. Everything that the next step depends on must be in the checkpoint: what is forgotten begins
-anew. And a kill may come while you save: then the checkpoint before must still be there, and whole. A power cut is
-worse: bytes that the system has not brought to the disk are lost, even if the file's name is there.
+Two things make it hard. Everything that the next step depends on must be in the checkpoint: what is not in it starts
+again from its first value. And a kill may come while you save: then the checkpoint before must still be there, and
+whole. A power cut is worse: bytes that the system has not brought to the disk are lost, even if the file's name is
+there.
 
 Lesson: docs/surviving/01_what_if_a_rank_dies.md          Check it: microparallel learn check kill-and-resume
 """
@@ -67,8 +68,8 @@ def save(training: Training, comms: mp.Comms, folder: Path) -> None:
     #: # 1. What does the next step depend on? Model, optimizer and schedule have state_dict(); torch.get_rng_state() is
     #: #    a tensor; the rest are whole numbers. Which of these differ from rank to rank? comms.all_gather(tensor)
     #: #    gives every rank a list of all ranks' tensors.
-    #: # 2. torch.save(state, file) writes a dict of such things. At any moment somebody may pull the plug: which file
-    #: #    may you write into, and when does it get the name that restore looks for? os.fsync(file.fileno()) returns
+    #: # 2. torch.save(state, file) writes a dict of such things. The power may fail at any moment: which file may
+    #: #    you write into, and when does it get the name that restore looks for? os.fsync(file.fileno()) returns
     #: #    when the system has brought to the disk what it was given of a file; file.flush() gives it the rest.
     #: raise NotImplementedError("save all that the next step depends on, so that a kill cannot spoil it")
     state = {

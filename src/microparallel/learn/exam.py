@@ -178,7 +178,7 @@ class Exam:
         waiting, finished = [waited_for(attempt.rows, wait) for wait in attempt.stuck], attempt.finished
         lines = [f"  {_in_words(call, finished)}" for call in waiting]
         if all(call.call in SENDS for call in waiting):
-            head = f"deadlock: {_who(waiting)} in send, and nobody receives{self._on_deadlocks}"
+            head = f"deadlock: {_who(waiting)} in send, and no rank receives{self._on_deadlocks}"
         elif finished and any(call.peer < 0 for call in waiting):
             without = "rank" if len(finished) == 1 else "ranks"
             head = (
@@ -188,7 +188,7 @@ class Exam:
         elif any(call.peer in finished for call in waiting):
             head = "a rank waits for one that has finished: the messages of the two do not match"
         elif all(call.call in RECEIVES for call in waiting):
-            head = f"deadlock: {_who(waiting)} in receive, and nobody sends: every rank waits for another"
+            head = f"deadlock: {_who(waiting)} in receive, and no rank sends: every rank waits for another"
         else:
             head = f"deadlock: every rank waits for another{self._on_deadlocks}"
         return "\n".join([head, *lines])

@@ -330,7 +330,7 @@ class ExamComms(Comms):
         if peer == rank:
             raise Wrong(
                 f"line {call.line}: rank {peer} calls {call.call} with {argument}={peer}, which is itself: what a rank "
-                "has, it need not send; leave yourself out"
+                "has, it need not send; leave this rank out"
             )
         if self.line_of_ranks and not (peer in (rank - 1, rank + 1) and 0 <= peer < self.world_size):
             end = "the first" if rank == 0 else "the last" if rank == self.world_size - 1 else "in the middle"

@@ -20,13 +20,13 @@ ANSWERS = [
             "            comms.send_tensor(parts[peer], peer)\n",
             WAIT: "",
         },
-        "in send, and nobody receives",
+        "in send, and no rank receives",
         quick=True,
     ),
     Answer(
         "all ranks receive first",
         {START: "", WAIT: START + WAIT},
-        "in receive, and nobody sends: every rank waits for another",
+        "in receive, and no rank sends: every rank waits for another",
     ),
     Answer("nobody waits for the sends", {WAIT: ""}, "and never waited for it"),
     Answer(

@@ -103,16 +103,16 @@ ANSWERS = [
     Answer(
         "no groups",
         {"    return groups\n": "    return None\n"},
-        "in_buckets shall return a list of lists of parameters, and returned None",
+        "in_buckets should return a list of lists of parameters, and returned None",
     ),
     Answer(
         "numbers instead of parameters",
         {"    return groups\n": "    return [1, 2]\n"},
-        "in_buckets shall return a list of lists of parameters, and returned [1, 2]",
+        "in_buckets should return a list of lists of parameters, and returned [1, 2]",
     ),
     Answer(
         "not in lists",
         {"    return groups\n": "    return parameters[::-1]\n"},
-        "in_buckets shall return a list of lists of parameters",
+        "in_buckets should return a list of lists of parameters",
     ),
 ]

@@ -45,7 +45,7 @@ ANSWERS = [
     Answer(
         "everybody returns a list",
         {"        return None\n": "        return [tensor]\n"},
-        "shall return None, and returned",
+        "should return None, and returned",
     ),
     Answer("not a copy", {"tensor.clone() if": "tensor if"}, "put a clone into the list"),
     Answer(
@@ -57,7 +57,7 @@ ANSWERS = [
     Answer(
         "barrier the other way",
         {BARRIER: "    broadcast(token, 0, comms)\n"},
-        "rank 0 answered, but it never heard from everybody",
+        "rank 0 answered, but it never heard from all others",
     ),
     Answer(
         "the answer is given too early",
@@ -67,7 +67,7 @@ ANSWERS = [
             "        elif comms.rank == peer:\n"
             "            comms.send_tensor(token, 0)\n            comms.recv_tensor(1, 0)\n"
         },
-        "answer only after it has heard from everybody",
+        "answer only after it has heard from all others",
     ),
     Answer(
         "everybody waits first",
@@ -91,7 +91,7 @@ ANSWERS = [
     Answer(
         "barrier that trusts a send to wait",
         {BARRIER: "    broadcast(token, 0, comms)\n    broadcast(token, 0, comms)\n"},
-        "rank 0 may only go on when it has heard from everybody",
+        "rank 0 may only go on when it has heard from all others",
     ),
     Answer(
         "patience instead of messages",
@@ -109,7 +109,7 @@ ANSWERS = [
     Answer(
         "gather returns a number",
         {"    return [\n        tensor.clone()": "    return 5\n    return [\n        tensor.clone()"},
-        "shall return a list of tensors, and returned 5",
+        "should return a list of tensors, and returned 5",
     ),
     Answer(
         "gather returns a list of numbers",
@@ -119,6 +119,6 @@ ANSWERS = [
     Answer(
         "gather returns what cannot travel",
         {"        return None\n": "        return lambda: None\n"},
-        "shall return None, and returned <function",
+        "should return None, and returned <function",
     ),
 ]

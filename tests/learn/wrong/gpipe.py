@@ -38,7 +38,7 @@ ANSWERS = [
     Answer(
         "divided twice",
         {SHARE: SHARE + " / microbatches"},
-        "was divided by the 4 micro-batches once too often",
+        "was divided by the 4 micro-batches one time too many",
     ),
     Answer(
         "the last activation with the first gradient",

@@ -95,7 +95,7 @@ ANSWERS = [
     Answer(
         "the result is added to",
         {"tensor.copy_(comms.recv_tensor(": "tensor.add_(comms.recv_tensor("},
-        "everybody counts once; what is added must not be in the sum already",
+        "every rank counts once; what is added must not be in the sum already",
     ),
     Answer(
         "hosts of equal size taken for granted",

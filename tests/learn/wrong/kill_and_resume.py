@@ -120,7 +120,7 @@ ANSWERS = [
     Answer(
         "no fsync before the rename",
         {SYNC: ""},
-        "there is the name and no bytes, as nothing had brought these to the disk. Write, flush",
+        "there is the name and no bytes, because nothing had brought them to the disk. Write, flush",
         quick=True,
     ),
     Answer(

@@ -92,7 +92,7 @@ ANSWERS = [
     Answer(
         "doubles in every step from then on",
         {ENOUGH + DOUBLE: "        if self.good_steps >= self.interval:\n            self.scale *= 2\n"},
-        "once the scale has doubled, it doubles in every step: begin to count anew",
+        "once the scale has doubled, it doubles in every step: begin to count again",
     ),
     Answer(
         "takes the step with inf",
@@ -135,7 +135,7 @@ ANSWERS = [
         "only the last gradient is looked at",
     ),
     Answer("a sum instead of a mean", {'op="mean"': 'op="sum"'}, "added up over ranks and not averaged"),
-    Answer("no average", {AVERAGE: ""}, "the gradients are not averaged: each rank goes its own way"),
+    Answer("no average", {AVERAGE: ""}, "the gradients are not averaged: each rank takes another step"),
     Answer(
         "divided by the ranks twice",
         {DIVIDE: DIVIDE + "                parameter.grad /= self.comms.world_size\n"},

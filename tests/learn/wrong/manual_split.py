@@ -10,7 +10,7 @@ ANSWERS = [
     Answer(
         "nothing handed over", {"    sent.backward(received.grad)\n": ""}, "part 1 has no gradients: nothing was handed"
     ),
-    Answer("backward without a gradient", {"sent.backward(received.grad)": "sent.backward()"}, "hand it what part 2"),
+    Answer("backward without a gradient", {"sent.backward(received.grad)": "sent.backward()"}, "give it what part 2"),
     Answer(
         "backward with ones", {"sent.backward(received.grad)": "sent.sum().backward()"}, "part 1's backward began with"
     ),

@@ -14,7 +14,7 @@ ANSWERS = [
     Answer(
         "averaged at the start",
         {"comms.broadcast(parameter.data, 0)": "comms.all_reduce(parameter.data, op='mean')"},
-        "mean of everybody's weights: all begin with rank 0's",
+        "mean of all ranks' weights: all begin with rank 0's",
     ),
     Answer(
         "only weights, not biases",
@@ -34,7 +34,7 @@ ANSWERS = [
             "begin = samples * comms.rank // comms.world_size": "begin = samples // comms.world_size * comms.rank",
             "end = samples * (comms.rank + 1) // comms.world_size": "end = begin + samples // comms.world_size",
         },
-        "nobody has sample 6",
+        "no rank has sample 6",
     ),
     Answer(
         "own samples ignored",
@@ -100,16 +100,16 @@ ANSWERS = [
     Answer(
         "a slice of letters",
         {"return slice(begin, end)": "return slice('a', 'b')"},
-        "my_samples shall return a slice of whole numbers",
+        "my_samples should return a slice of whole numbers",
     ),
     Answer(
         "a slice of fractions",
         {"samples * comms.rank // comms.world_size": "samples * comms.rank / comms.world_size"},
-        "my_samples shall return a slice of whole numbers",
+        "my_samples should return a slice of whole numbers",
     ),
     Answer(
         "a pair",
         {"return slice(begin, end)": "return begin, end"},
-        "my_samples shall return a slice, slice(begin, end), and returned (",
+        "my_samples should return a slice, slice(begin, end), and returned (",
     ),
 ]

@@ -18,7 +18,7 @@ CHAIN = """    rank, ranks = comms.rank, comms.world_size
 """
 
 ANSWERS = [
-    Answer("nothing comes back", {LOOP + SEND: "", BACK: ""}, "it must come back to everybody", True),
+    Answer("nothing comes back", {LOOP + SEND: "", BACK: ""}, "every rank needs it", True),
     Answer(
         "not in place", {ADD: ADD.replace("tensor.add_(", "tensor = tensor + (")}, "rank 0 still holds its own numbers"
     ),

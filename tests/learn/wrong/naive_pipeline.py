@@ -90,7 +90,7 @@ ANSWERS = [
             ),
             BEGIN: "        outputs.backward(gradient)\n",
         },
-        "all ranks wait in receive, and nobody sends",
+        "all ranks wait in receive, and no rank sends",
     ),
     Answer("the loss as a text", {"loss.detach()": "str(loss)"}, "should be a number, and is 'tensor("),
     Answer(

@@ -2,10 +2,15 @@ from answers import Answer
 
 EXPOSED = "seconds(compute + spans) - seconds(compute)"
 HIDDEN = "seconds(spans) - exposed(spans, compute)"
-SPLIT = "[((start, everybody), (everybody, end)) for start, end in joined]"
+SPLIT = "[((start, all_joined), (all_joined, end)) for start, end in joined]"
 RING = "2 * (ranks - 1) * (latency + size / ranks * seconds_per_byte)"
 FIFTH = "if max(communication, waiting) < step / 5:"
 LARGER = '"communication" if communication > waiting else "straggler"'
+
+BUSY = "if event.rank == rank and event.computes]"
+SEEN = "[(event.asked, event.end) for event in in_order if event.number == number]"
+WAITING = "exposed(waits, busy + travels)"
+FOUND = "(hidden(travels, busy), communication, waiting, bound(trace.makespan, communication, waiting))"
 
 ANSWERS = [
     Answer("all communication", {EXPOSED: "seconds(spans)"}, "also what goes on behind computation", True),
@@ -46,16 +51,16 @@ ANSWERS = [
     Answer(
         "earliest instead of latest",
         {"max(start for start, _ in joined)": "min(start for start, _ in joined)"},
-        "the latest counts",
+        "the latest start counts",
     ),
     Answer(
         "waiting until the end",
         {"max(start for start, _ in joined)": "max(end for _, end in joined)"},
-        "everybody waits until the end here",
+        "every rank waits until the end here",
     ),
     Answer(
         "lengths instead of spans",
-        {SPLIT: "[(everybody - start, end - everybody) for start, end in joined]"},
+        {SPLIT: "[(all_joined - start, end - all_joined) for start, end in joined]"},
         "these are lengths: return spans",
     ),
     Answer("speed-up", {"return speedup / ranks": "return speedup"}, "divided by the ranks"),
@@ -100,4 +105,64 @@ ANSWERS = [
     Answer("nothing returned", {"return " + EXPOSED: EXPOSED}, "is None, and should be"),
     Answer("a function returned", {EXPOSED: "lambda: 0"}, "is <function"),
     Answer("number without end", {EXPOSED: "10**400"}, "which is too large"),
+    Answer(
+        "communication is computing", {BUSY: "if event.rank == rank]"}, "only events for which event.computes is true"
+    ),
+    Answer("all ranks compute", {BUSY: "if event.computes]"}, "take only those of the rank that is asked for"),
+    Answer(
+        "only backwards",
+        {BUSY: "if event.rank == rank and event.kind == 'backward']"},
+        "forwards and the optimizer's step are computations, too",
+    ),
+    Answer("joined when all had joined", {"(event.asked, event.end)": "(event.start, event.end)"}, "is event.asked"),
+    Answer(
+        "joined when it began to wait",
+        {"(event.asked, event.end)": "(event.waited or event.start, event.end)"},
+        "it had joined before, and went on computing",
+    ),
+    Answer(
+        "grouped by rank",
+        {
+            "return [" + SEEN: "return list(map(list, zip(*[" + SEEN,
+            "for number in numbers]": "for number in numbers])))",
+        },
+        "group them by all-reduce (event.number)",
+    ),
+    Answer(
+        "in the order of the events",
+        {"sorted(reduces, key=lambda event: event.rank)": "reduces"},
+        "in no order that you can rely on: sort them",
+    ),
+    Answer(
+        "events instead of spans", {"(event.asked, event.end)": "event"}, "should be made of lists, pairs and numbers"
+    ),
+    Answer("waiting beside travelling", {WAITING: "exposed(waits, busy)"}, "counted also while something travels"),
+    Answer(
+        "nothing hides", {"exposed(travels, busy)": "seconds(travels)"}, "also where it is hidden behind computation"
+    ),
+    Answer(
+        "hidden and exposed change places",
+        {FOUND: "(communication, hidden(travels, busy), waiting, bound(trace.makespan, communication, waiting))"},
+        "hidden and exposed communication have changed places",
+    ),
+    Answer(
+        "waits and travels change places",
+        {"return found\n": "return [(hides, wait, talk, by) for hides, talk, wait, by in found]\n"},
+        "communication and waiting have changed places",
+    ),
+    Answer(
+        "the step is what a rank computes",
+        {"bound(trace.makespan,": "bound(seconds(busy),"},
+        "the step's seconds are trace.makespan",
+    ),
+    Answer(
+        "always rank 0",
+        {"busy = computing(trace, rank)": "rank = 0\n        busy = computing(trace, 0)"},
+        "has the parts of rank 0",
+    ),
+    Answer(
+        "the library's own",
+        {"busy = computing(trace, rank)": "busy = trace.computing[rank]"},
+        "the point is to write it yourself",
+    ),
 ]

@@ -25,7 +25,7 @@ ANSWERS = [
                 "            comms.send_tensor(ball, 1)\n"
             )
         },
-        "both ranks wait in receive, and nobody sends",
+        "both ranks wait in receive, and no rank sends",
     ),
     Answer(
         "only rank 1 adds",
@@ -77,7 +77,7 @@ ANSWERS = [
         },
         "was changed before the send was waited for",
     ),
-    Answer("rank 1 adds twice", {"0, ball.dtype) + 1": "0, ball.dtype) + 2"}, "adds one once too often"),
+    Answer("rank 1 adds twice", {"0, ball.dtype) + 1": "0, ball.dtype) + 2"}, "adds one one time too many"),
     Answer(
         "rank 1 starts",
         {

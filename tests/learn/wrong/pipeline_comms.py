@@ -7,7 +7,7 @@ ANSWERS = [
             "rank - 1 if rank > 0 else None": "(rank - 1) % world_size",
             "rank + 1 if rank < world_size - 1 else None": "(rank + 1) % world_size",
         },
-        "that is a ring: rank 0 of 3 has nobody before it",
+        "that is a ring: rank 0 of 3 has no rank before it",
         quick=True,
     ),
     Answer("the wrong way round", {"return before, after": "return after, before"}, "is the wrong way round"),

@@ -17,7 +17,7 @@ ANSWERS = [
     Answer(
         "sends before receives",
         {"request = comms.isend(": "comms.send_tensor(", "    request.wait()\n": ""},
-        "both ranks wait in send, and nobody receives; see the deadlock in docs/data_parallel/06_all_reduce.md",
+        "both ranks wait in send, and no rank receives; see the deadlock in docs/data_parallel/06_all_reduce.md",
         True,
     ),
     Answer(
@@ -26,7 +26,7 @@ ANSWERS = [
             "    request = comms.isend(outgoing, after)\n": "",
             "    request.wait()\n": "    comms.send_tensor(outgoing, after)\n",
         },
-        "both ranks wait in receive, and nobody sends",
+        "both ranks wait in receive, and no rank sends",
     ),
     Answer("request not kept", {"    request.wait()\n": ""}, "never waited for it: keep the request"),
     Answer(

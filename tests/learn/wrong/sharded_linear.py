@@ -75,7 +75,7 @@ ANSWERS = [
             OF_INPUTS: "        whole = gathered(part, ctx.rows, ctx.comms)\n"
             "        ctx.comms.last = whole\n        of_inputs = gradient @ whole\n"
         },
-        "rank 0 still holds the whole weight after backward: nobody needs it until the next forward",
+        "rank 0 still holds the whole weight after backward: it is not needed until the next forward",
     ),
     Answer(
         "a part that is a view",

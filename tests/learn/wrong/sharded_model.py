@@ -41,7 +41,7 @@ ANSWERS = [
     Answer(
         "the later ranks do not begin later",
         {"rank * size + min(rank, left_over)": "rank * size"},
-        "layer 1 is on rank 0, 1. Behind ranks with one layer more, everybody begins later",
+        "layer 1 is on rank 0, 1. Behind ranks with one layer more, each rank begins later",
     ),
     Answer(
         "one after another in turn",

@@ -24,23 +24,23 @@ ANSWERS = [
     Answer(
         "state for all parameters",
         {MAKE: "        self.optimizer = make_optimizer(self.parameters)\n"},
-        "rank 0's optimizer is told of 80 numbers, and the rank's part has 40: it would keep state for all parameters",
+        "rank 0's optimizer is given 80 numbers, and the rank's part has 40: it would keep state for all parameters",
         True,
     ),
     Answer(
         "the whole row",
         {PART: "        self.part = torch.cat(self.in_parts(self.parameters))\n"},
-        "is told of 80 numbers, and the rank's part has 40",
+        "is given 80 numbers, and the rank's part has 40",
     ),
     Answer(
         "the next rank's part",
         {PART: PART.replace("[comms.rank]", "[(comms.rank + 1) % comms.world_size]")},
-        "rank 0's optimizer is told of part 1, which is rank 1's; reduce_scatter gives rank 0 part 0",
+        "rank 0's optimizer is given part 1, which is rank 1's; reduce_scatter gives rank 0 part 0",
     ),
     Answer(
         "everybody the first part",
         {PART: PART.replace("[comms.rank]", "[0]")},
-        "rank 1's optimizer is told of part 0, which is rank 0's",
+        "rank 1's optimizer is given part 0, which is rank 0's",
     ),
     Answer(
         "gathers before the update",
@@ -59,7 +59,7 @@ ANSWERS = [
             GATHER: "        parts = self.in_parts(self.parameters)\n        parts[self.comms.rank] = self.part\n"
             "        self.hand_out(parts)\n"
         },
-        "rank 0 has new numbers in its own part alone, and every rank in another one: gather the parts",
+        "rank 0 has new numbers only in its own part, and every rank has another part: gather the parts",
     ),
     Answer(
         "no reduce-scatter",
@@ -79,7 +79,7 @@ ANSWERS = [
             STEP: "        self.optimizer = self.make([self.part])\n" + STEP,
             MAKE: MAKE + "        self.make = make_optimizer\n",
         },
-        "a new optimizer has forgotten its momentum; make it once, in __init__",
+        "a new optimizer begins without momentum; make it once, in __init__",
     ),
     Answer(
         "gradients add up",

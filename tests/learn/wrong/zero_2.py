@@ -47,7 +47,7 @@ ANSWERS = [
                 "        self.model, self.comms, self.kept = model, comms, []\n"
             ),
         },
-        "keep nothing of it but your part",
+        "keep only your part of it",
     ),
     Answer(
         "only the last micro-batch counts",
@@ -80,7 +80,7 @@ ANSWERS = [
     ),
     Answer("never updates", {STEP: ""}, "rank 0 never updates its parts: no optimizer.step() was called"),
     Answer("updates twice", {STEP: STEP + STEP}, "rank 0 calls optimizer.step() 2 times in one step"),
-    Answer("gradients of the step before", {FORGET: ""}, "still in part.grad: forget them after the update"),
+    Answer("gradients of the step before", {FORGET: ""}, "still in part.grad: let them go after the update"),
     Answer(
         "gathers before the update",
         {STEP + FORGET + GATHER: GATHER + STEP + FORGET},
@@ -89,7 +89,7 @@ ANSWERS = [
     Answer(
         "no gather",
         {GATHER: ""},
-        "rank 0 has new numbers in its own parts alone, and every rank in others: gather the parts",
+        "rank 0 has new numbers only in its own parts, and every rank has other parts: gather the parts",
     ),
     Answer(
         "reduce-scatters twice",
@@ -122,12 +122,12 @@ ANSWERS = [
     Answer(
         "state for all parameters",
         {"make_optimizer(list(self.parts.values()))": "make_optimizer(list(self.parts))"},
-        "rank 0's optimizer is told of 80 numbers, and the rank's part has 42",
+        "rank 0's optimizer is given 80 numbers, and the rank's part has 42",
     ),
     Answer(
         "the next rank's part",
         {PARTS: PARTS.replace("[comms.rank]", "[(comms.rank + 1) % comms.world_size]")},
-        "rank 0's optimizer is told of part 1, which is rank 1's",
+        "rank 0's optimizer is given part 1, which is rank 1's",
     ),
     Answer(
         "forgets the padding",

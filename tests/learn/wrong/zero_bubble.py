@@ -6,7 +6,43 @@ AFTER = """        if m >= waiting:
 LEFT_OVER = """    words += [f"W{rank}.{m}" for m in range(max(0, microbatches - waiting), microbatches)]
 """
 
+INPUT = "torch.autograd.grad(outputs, received, gradient, retain_graph=True)[0]"
+WEIGHT = "torch.autograd.grad(outputs, parameters, gradient)"
+ADD = "new if parameter.grad is None else parameter.grad + new"
+
 ANSWERS = [
+    Answer(
+        "I does the whole backward",
+        {"return " + INPUT: "outputs.backward(gradient, retain_graph=True)\n    return received.grad"},
+        "input_half also computes the gradients of 0.bias, 0.weight",
+        quick=True,
+    ),
+    Answer("I frees the graph", {", retain_graph=True)": ")"}, "unless it is told retain_graph=True. I goes first"),
+    Answer("I returns a tuple", {INPUT: INPUT.removesuffix("[0]")}, "input_half returns a tuple"),
+    Answer("I returns nothing", {"return " + INPUT: INPUT}, "input_half returns None"),
+    Answer("I without a gradient", {INPUT: INPUT.replace(", gradient", "")}, "a half begins without a gradient"),
+    Answer(
+        "I begins with ones",
+        {INPUT: INPUT.replace("gradient", "torch.ones_like(gradient)")},
+        "the gradient that came from the next rank is not used: I begins with it",
+    ),
+    Answer(
+        "W does the whole backward",
+        {"    parameters = list(stage.parameters())\n": "    return outputs.backward(gradient)\n    parameters = []\n"},
+        "weight_half computes the gradient of the input again",
+    ),
+    Answer("W keeps nothing", {"parameter.grad = " + ADD: "new + 0"}, "leaves no gradient in parameter.grad"),
+    Answer("W overwrites", {ADD: "new"}, "each W adds its own to what is there"),
+    Answer(
+        "W begins with ones",
+        {WEIGHT: WEIGHT.replace("gradient)", "torch.ones_like(gradient))")},
+        "the gradient that came from the next rank is not used: W begins with it, too",
+    ),
+    Answer(
+        "W finds only the weight",
+        {"list(stage.parameters())": "list(stage.parameters())[:1]"},
+        "1 of the 2 parameters of the stage, after W of micro-batch 0, have no gradient",
+    ),
     Answer(
         "no W waits",
         {"waiting = rank": "waiting = 0"},

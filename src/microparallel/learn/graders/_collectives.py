@@ -157,7 +157,7 @@ def counted_in_words(counts: Sequence[int]) -> str:
     parts += [
         f"rank {rank}{times.get(count, f' {count} times')}" for rank, count in enumerate(counts) if count not in (0, 1)
     ]
-    return _and(parts) or "nobody"
+    return _and(parts) or "no rank"
 
 
 def _and(words: Sequence[str]) -> str:

@@ -206,7 +206,7 @@ def require_gradients(
     if not bool(flat(found).isfinite().all()) and bool(flat(expected).isfinite().all()):
         raise Wrong(
             f"the gradients of {whose} are no numbers (nan): does a rank other than the first look at inputs, or one "
-            "other than the last at targets? What they are given there is not a number on purpose"
+            "other than the last at targets? There the check gives them nan (not a number) on purpose"
         )
     require_equal(flat(found), flat(expected), f"{whose}'s row of gradients", suspects)
 

@@ -23,10 +23,11 @@ from microparallel.program import Bucket, Program, TrainingStep
 from microparallel.program import ops as o
 
 Groups = list[list[str]]  # the parameters of each bucket
+_SKIPS = {0: 1, 2: 0}  # by step, the rank that skips the spare layer
 
 
 class Spared(nn.Module):
-    """A model with a layer in the middle that is used in some steps only."""
+    """A model with a layer beside its first one, which is left out at times, or is computed before that one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,19 +35,32 @@ class Spared(nn.Module):
         self.first = nn.Sequential(*layers[:2])
         self.spare = nn.Linear(3, 7).double()
         self.last = nn.Sequential(*layers[2:])
-        self.used = True
+        self.used, self.is_first = True, False
         for parameter in self.spare.parameters():
             nn.init.constant_(parameter, 0.1)
 
+    def begin(self, kind: str, rank: int, step: int) -> None:
+        """What a rank does in a step. Backward goes the other way, so the order of two layers is seen there."""
+        self.used = step == 0 if kind == "spare" else kind != "skipped" or rank != _SKIPS.get(step)
+        self.is_first = kind == "turned" and rank == 1
+
     def forward(self, inputs: torch.Tensor) -> Any:
         """With the spare layer, or without."""
-        hidden = self.first(inputs)
-        return self.last(hidden + self.spare(inputs) if self.used else hidden)
+        if not self.used:
+            return self.last(self.first(inputs))
+        if self.is_first:
+            beside = self.spare(inputs)
+            return self.last(self.first(inputs) + beside)
+        return self.last(self.first(inputs) + self.spare(inputs))
 
 
 def make_model(kind: str) -> nn.Module:
-    """A plain one, one with a "frozen" bias, or one with a "spare" layer, which only the first step uses."""
-    if kind == "spare":
+    """A plain one, one with a "frozen" bias, or one with a spare layer.
+
+    All ranks use the layer, but only in the first step ("spare"); or one rank skips it in some steps ("skipped"); or
+    one rank computes it before the other layer, so that its gradients come in another order ("turned").
+    """
+    if kind in ("spare", "skipped", "turned"):
         return Spared()
     model = small_model()
     if kind == "frozen":
@@ -65,13 +79,15 @@ def watch(
     steps: int,
     attach: Callable[[nn.Module], Any],
     explain: Callable[[Pass, Exception], None] = lambda _, __: None,
+    removes: bool = True,
 ) -> list[Pass]:
     """Train, on one rank, with the hooks that the learner attaches to the model; remove them, and do one more backward.
 
-    When a pass fails, `explain` is called with what has happened until then and the error, and may raise a better one.
+    Where hooks are not removed (`removes`), the rank ends after its steps. When a pass fails, `explain` is called with
+    what has happened until then and the error, and may raise a better one.
     """
     model = make_model(kind)
-    observed = _Observed(comms, model, explain)
+    observed = _Observed(comms, kind, model, explain)
     attached = attach(model)
     for name in ("finish", "remove"):
         if not callable(getattr(attached, name, None)):
@@ -82,6 +98,8 @@ def watch(
         optimizer.zero_grad()
         passes.append(observed.backward(step, attached.finish))
         optimizer.step()
+    if not removes:
+        return passes
     attached.remove()
     optimizer.zero_grad()
     return [*passes, observed.backward(steps, lambda: None)]
@@ -116,16 +134,24 @@ class Averages:
         """The gradients where the mean was divided by the world size once more."""
         return combined([self.mean], [1 / len(self.own)])
 
+    @property
+    def of_users(self) -> list[torch.Tensor]:
+        """The gradients where each was divided by the number of ranks that had one."""
+        users = [sum(bool(one.any()) for one in same) for same in zip(*self.own, strict=True)]
+        return [total / max(1, number) for total, number in zip(self.sum, users, strict=True)]
+
 
 def averages(kind: str, ranks: int, steps: int) -> list[Averages]:
     """What is right in each step: one process takes the mean over all ranks' samples."""
     model = make_model(kind)
     found = []
     for step in range(steps):
-        if isinstance(model, Spared):
-            model.used = step == 0
         trained = [parameter.requires_grad for parameter in model.parameters()]
-        all_own = [in_one_process(model, *_batch(rank, step))[1] for rank in range(ranks)]
+        all_own = []
+        for rank in range(ranks):
+            if isinstance(model, Spared):
+                model.begin(kind, rank, step)
+            all_own.append(in_one_process(model, *_batch(rank, step))[1])
         own = [[one for one, needed in zip(mine, trained, strict=True) if needed] for mine in all_own]
         weights = [parameter.detach().clone() for parameter in trainable(model).values()]
         found.append(Averages(own, combined(own, [1 / ranks] * ranks), weights))
@@ -199,8 +225,8 @@ def program_of(passes: Sequence[Pass], groups: Groups, bucket: Callable[[Pass, i
 class _Observed:
     """A model with the grader's own hooks, which torch calls before the learner's; they tell the log of gradients."""
 
-    def __init__(self, comms: Any, model: nn.Module, more: Callable[[Pass, Exception], None]) -> None:
-        self._comms, self._model, self._more = comms, model, more
+    def __init__(self, comms: Any, kind: str, model: nn.Module, more: Callable[[Pass, Exception], None]) -> None:
+        self._comms, self._kind, self._model, self._more = comms, kind, model, more
         self._places: dict[int, str] = {}  # where each gradient lies
         self._stages = {parameter: stage for stage, parameter in enumerate(trainable(model).values())}
         for parameter in self._stages:
@@ -215,7 +241,7 @@ class _Observed:
     def backward(self, step: int, finish: Callable[[], None]) -> Pass:
         """Do one backward pass, and what the learner does after it."""
         if isinstance(self._model, Spared):
-            self._model.used = step == 0
+            self._model.begin(self._kind, self._comms.rank, step)
         inputs, targets = _batch(self._comms.rank, step)
         row, begin, over = self._comms.row, len(self._comms.row), None
         self._places.clear()
@@ -231,8 +257,7 @@ class _Observed:
         except (Wrong, AttributeError) as error:  # perhaps what happened before explains it better
             one = self._pass(row[begin:over], row[over:] if over else [])
             if isinstance(error, NoTensor) and error.value is None:
-                late = "wants another parameter's gradient, which is not there yet"
-                raise Wrong(_OTHER.format(one.came()[-1], late) if one.came() else _TOO_EARLY) from None
+                raise Wrong(_no_gradient(one, in_finish=over is not None)) from None
             require_hooks_fit(one)
             require_asynchronous(one)
             self._more(one, error)
@@ -242,13 +267,15 @@ class _Observed:
     def _pass(self, during: Row, after: Row) -> Pass:
         parameters = {parameter.data_ptr(): name for name, parameter in self._model.named_parameters()}
         gradients = {name: parameter.grad for name, parameter in trainable(self._model).items()}
+        made = {gradient.data_ptr(): name for name, gradient in gradients.items() if gradient is not None}
+        places = made | self._places  # also of a gradient that the learner's code has made, since none came
         one = Pass(list(gradients), [], 0, 0, [], {}, False)
         for number, moment in enumerate([*during, *after]):
             call = moment.op
             if not isinstance(call, Called):
                 one.ops.append(call)
             elif moment.phase == "begins":
-                gradient_of, parameter = self._places.get(call.address, ""), parameters.get(call.address, "")
+                gradient_of, parameter = places.get(call.address, ""), parameters.get(call.address, "")
                 one.ops.append(o.AllReduce(Bucket(len(one.reduces)), "dp"))
                 one.reduces.append(Reduce(call, gradient_of, parameter))
             elif moment.phase == "waits" and any(reduce.call is call for reduce in one.reduces):
@@ -262,6 +289,19 @@ class _Observed:
         one.views = any(start <= gradient.data_ptr() < end for gradient in present for start, end in ranges)
         one.gradients = {name: None if own is None else own.detach().clone() for name, own in gradients.items()}
         return one
+
+
+def _no_gradient(one: Pass, *, in_finish: bool) -> str:
+    """What to say of an all-reduce that was given None instead of a gradient."""
+    if in_finish:
+        return (
+            "finish() all-reduces None: a parameter that was skipped on this rank has no gradient. It counts as zero: "
+            "give the all-reduce zeros in the parameter's shape"
+        )
+    if not one.came():
+        return _TOO_EARLY
+    late = "wants another parameter's gradient, which is not there yet"
+    return f"{_OTHER.format(one.came()[-1], late)}, and let nothing of the step before count as ready"
 
 
 # ── the words about it that hooks and buckets share ─────────────────────────────────────────────────────────────────
@@ -282,16 +322,25 @@ def require_hooks_fit(one: Pass) -> None:
                 f"line {reduce.call.line} all-reduces {reduce.parameter} itself: the hook is handed the parameter, and "
                 "it is the gradient that is averaged, parameter.grad"
             )
-    for place, reduce in zip(one.begun, one.reduces, strict=True):
-        if place >= one.over:
-            break
-        if not one.came(place):
-            raise Wrong(_TOO_EARLY)
-        ready, reduced = one.came(place)[-1], reduce.gradient_of
-        if reduced and reduced != ready:
-            always = all(other.gradient_of == reduced for other in one.reduces)
-            which = f"averages the gradient of {reduced}"
-            raise Wrong(_OTHER.format(ready, which) if always else f"the hook that was called for {ready} {which}")
+    if any(place < one.over and not one.came(place) for place in one.begun):
+        raise Wrong(_TOO_EARLY)
+    averaged = [reduce.gradient_of for reduce in one.reduces if reduce.gradient_of]
+    twice = next((name for name in averaged if averaged.count(name) > 1), "")
+    if twice and set(averaged) == {twice}:
+        raise Wrong(_OTHER.format(one.came()[-1], f"averages the gradient of {twice}"))
+    if twice:
+        raise Wrong(f"the gradient of {twice} is averaged {averaged.count(twice)} times in one step: once is enough")
+
+
+def require_own_parameter(parameter: Any, model: nn.Module, row: Row) -> None:
+    """Refuse a hook that is handed another parameter than the one whose gradient has just come."""
+    names = list(trainable(model))
+    came = [names[moment.op.stage] for moment in row if isinstance(moment.op, o.Backward)]
+    handed = next((name for name, one in trainable(model).items() if one is parameter), "")
+    if not came:
+        raise Wrong(_TOO_EARLY)
+    if handed and handed != came[-1]:
+        raise Wrong(_OTHER.format(came[-1], f"is handed {handed}"))
 
 
 _TOO_EARLY = (
@@ -304,13 +353,24 @@ _OTHER = (
 )
 
 
+def require_early(one: Pass) -> None:
+    """Refuse all-reduces none of which begins before the last gradient is there."""
+    last = max(place for place, op in enumerate(one.ops) if isinstance(op, o.Backward))
+    if all(place > last for place in one.begun):
+        raise Wrong(
+            f"none of the {len(one.begun)} all-reduces begins before the last gradient has come: then nothing travels "
+            "while backward computes. The order should begin with the gradients that backward makes first, those of "
+            "the last layer"
+        )
+
+
 def require_asynchronous(one: Pass) -> None:
     """Refuse all-reduces that backward waits for."""
     for reduce in one.reduces:
         if not reduce.call.asynchronous:
             raise Wrong(
-                f"line {reduce.call.line} waits for its all-reduce, and so does backward: nothing travels meanwhile. "
-                "Start it with async_op=True, and wait in finish()"
+                f"line {reduce.call.line} waits for its all-reduce, and backward waits with it: nothing travels "
+                "meanwhile. Start it with async_op=True, and wait in finish()"
             )
     if o.Join() in one.ops[: one.over]:
         ready, total = len(one.came(one.ops.index(o.Join()))), len(one.came())
@@ -325,7 +385,7 @@ def require_waited(one: Pass, rank: int) -> None:
     left = [reduce.call for reduce in one.reduces if not reduce.call.ended]
     if left:
         raise Wrong(
-            f"rank {rank}: finish() came back while {len(left)} of {len(one.reduces)} all-reduces were under way "
+            f"rank {rank}: finish() returned while {len(left)} of {len(one.reduces)} all-reduces were under way "
             f"(begun in line {left[0].line}): keep every request, and wait for each of them"
         )
 
@@ -335,5 +395,5 @@ def require_old_requests_gone(one: Pass, number: int) -> None:
     if one.old:
         raise Wrong(
             f"step {number}: finish() waited for requests of the step before, which are long over ({one.old} of them): "
-            "forget each request when it has been waited for"
+            "drop each request when it has been waited for"
         )

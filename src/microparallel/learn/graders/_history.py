@@ -82,8 +82,8 @@ class History:
                     what = "samples" if row.samples != right.samples else "loss"
                     raise Wrong(
                         f"saving changes the training: with save_every={self.training.save_every} and without a kill, "
-                        f"the {what} of rank {rank} in step {row.step} is another than without saving. A save may only "
-                        "look"
+                        f"the {what} of rank {rank} in step {row.step} is not the one without saving. A save must "
+                        "change nothing"
                     )
         self._logs_of_saving = logs
         sizes = [file.stat().st_size for file in (self.place / "saving").rglob("*") if file.is_file()]
@@ -258,8 +258,8 @@ class History:
         early = any(self._power_lost.values())
         but = " os.fsync was called before all was written: file.flush() comes first." if early else ""
         return (
-            f"of {names} there is the name and no bytes, as nothing had brought these to the disk.{but} Write, flush, "
-            "os.fsync(file.fileno()), and only then rename"
+            f"of {names} there is the name and no bytes, because nothing had brought them to the disk.{but} Write, "
+            "flush, os.fsync(file.fileno()), and only then rename"
         )
 
 

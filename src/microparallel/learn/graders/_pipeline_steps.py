@@ -157,8 +157,8 @@ def _loss_of_the_last(rank: int, ranks: int) -> Callable[[torch.Tensor, torch.Te
     def loss_function(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if rank < ranks - 1:
             raise Wrong(
-                f"rank {rank} computes a loss: only the last rank, {ranks - 1}, has the model's outputs. Everybody "
-                "else begins the backward with the gradient that comes from the next rank"
+                f"rank {rank} computes a loss: only the last rank, {ranks - 1}, has the model's outputs. Every "
+                "other rank begins the backward with the gradient that comes from the next rank"
             )
         return mean_loss(outputs, targets)
 
@@ -384,7 +384,7 @@ def microbatch_suspects(truth: Truth, rank: int) -> list[Suspect]:
         ),
         Suspect(
             torch.stack(weighted).sum(0) / count,
-            f"the loss was divided by the {count} micro-batches once too often",
+            f"the loss was divided by the {count} micro-batches one time too many",
         ),
     ]
     for number in (count - 1, 0):

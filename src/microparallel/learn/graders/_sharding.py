@@ -87,20 +87,20 @@ def require_own_parts(rank: int, given: Sequence[Sequence[torch.Tensor]], parts:
     found, mine = flat(given[0]), parts[rank]
     if len(found) > len(mine):
         raise Wrong(
-            f"rank {rank}'s optimizer is told of {len(found)} numbers, and the rank's part has {len(mine)}: it would "
-            "keep state for all parameters, as every other rank does; give it this rank's part alone"
+            f"rank {rank}'s optimizer is given {len(found)} numbers, and the rank's part has {len(mine)}: it would "
+            "keep state for all parameters, as every other rank does; give it only this rank's part"
         )
     for other, theirs in enumerate(parts):
         if other != rank and same([found], [theirs]):
             raise Wrong(
-                f"rank {rank}'s optimizer is told of part {other}, which is rank {other}'s; reduce_scatter gives rank "
+                f"rank {rank}'s optimizer is given part {other}, which is rank {other}'s; reduce_scatter gives rank "
                 f"{rank} part {rank} of the gradients"
             )
     shorter = not mine[len(found) :].any()  # it may leave out the zeros that fill up
     require_equal(
         found,
         mine[: len(found)] if shorter else mine,
-        f"what rank {rank}'s optimizer is told of, its part of the parameters,",
+        f"what rank {rank}'s optimizer is given, its part of the parameters,",
     )
 
 
@@ -108,7 +108,7 @@ def require_once(rank: int, given: Sequence[object]) -> None:
     """Refuse an optimizer that is made anew in every step."""
     if len(given) > 1:
         raise Wrong(
-            f"rank {rank} has called make_optimizer {len(given)} times: a new optimizer has forgotten its momentum; "
+            f"rank {rank} has called make_optimizer {len(given)} times: a new optimizer begins without momentum; "
             "make it once, in __init__"
         )
 

@@ -56,7 +56,7 @@ def _share(learner: Any, _comms: Any, numbers: int) -> Any:
     try:
         return [[name_of[parameter] for parameter in group] for group in groups]
     except (TypeError, KeyError, RuntimeError):  # the last one where a parameter itself is taken for a group
-        raise Wrong(f"in_buckets shall return a list of lists of parameters, and returned {shown(groups)}") from None
+        raise Wrong(f"in_buckets should return a list of lists of parameters, and returned {shown(groups)}") from None
 
 
 def _right_groups(numbers: int) -> Groups:

@@ -24,17 +24,17 @@ _RANKS = 4
 
 def check(exam: Exam) -> None:
     """Each of the three; then all-gather, which is made of them."""
-    with exam.step("broadcast: everybody has rank 0's tensor") as notes:
+    with exam.step("broadcast: every rank has rank 0's tensor") as notes:
         _require_broadcast(exam, 0, torch.float32, notes)
     with exam.step("broadcast: from another rank, and of another dtype"):
         _require_broadcast(exam, 2, torch.int64, [])
-    with exam.step("gather: rank 0 has everybody's tensor, in the order of ranks") as notes:
+    with exam.step("gather: rank 0 has every rank's tensor, in the order of ranks") as notes:
         _require_gather(exam, 0, torch.float32, notes)
     with exam.step("gather: to another rank, and of another dtype"):
         _require_gather(exam, 1, torch.float64, [])
-    with exam.step("barrier: nobody leaves before everybody has arrived") as notes:
+    with exam.step("barrier: no rank leaves before all ranks have arrived") as notes:
         _require_barrier(exam, notes)
-    with exam.step("with them, all-gather works by itself; and a world of one is left alone"):
+    with exam.step("with them, all-gather works by itself; and in a world of one rank nothing changes"):
         exam.run(_all_gather, _RANKS, allowed=_ALLOWED)
         exam.run(_all_gather, 1, allowed=_ALLOWED)
 
@@ -78,7 +78,7 @@ def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str
         if program is not None:
             verify(program, completed=False)
     except ProgramError as error:
-        raise Wrong(f"everybody has the right tensor, but not by what was sent: {error}") from None
+        raise Wrong(f"every rank has the right tensor, but not by what was sent: {error}") from None
 
 
 def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
@@ -97,7 +97,7 @@ def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> None:
     if not torch.equal(require_like(tensor, _tensor(comms.rank, dtype), _PASSED), _tensor(comms.rank, dtype)):
         raise Wrong(f"gather changed the tensor that rank {comms.rank} passed: it is to be read, not written to")
     if comms.rank != dst and found is not None:
-        raise Wrong(f"gather to rank {dst}: rank {comms.rank} shall return None, and returned {shown(found)}")
+        raise Wrong(f"gather to rank {dst}: rank {comms.rank} should return None, and returned {shown(found)}")
     if comms.rank == dst:
         _require_list(found, f"gather: rank {dst}", dst, dtype)
 
@@ -117,14 +117,14 @@ def _require_gather(exam: Exam, dst: int, dtype: torch.dtype, notes: list[str]) 
 def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: int = _RANKS) -> None:
     """The list that a rank returned must have a tensor of every rank, in their order."""
     if not isinstance(found, list | tuple):
-        raise Wrong(f"{who} shall return a list of tensors, and returned {shown(found)}")
+        raise Wrong(f"{who} should return a list of tensors, and returned {shown(found)}")
     whose = [_whose(one, dtype, ranks) for one in found]
     if len(found) != ranks:
         missing = "; its own is missing" if owner not in whose else ""
         raise Wrong(f"{who} returned {len(found)} tensors, and there are {ranks} ranks{missing}")
     if whose != list(range(ranks)) and sorted(map(str, whose)) == list(map(str, range(ranks))):
         order = ", ".join(map(str, whose))
-        raise Wrong(f"{who} has everybody's tensor, but in the order of ranks {order}: place r is for rank r")
+        raise Wrong(f"{who} has every rank's tensor, but in the order of ranks {order}: place r is for rank r")
     for rank, (one, owned_by) in enumerate(zip(found, whose, strict=True)):
         words = f"{who} has rank {owned_by}'s tensor in place {rank}, which is for rank {rank}'s"
         suspects = [] if owned_by is None else [Suspect(_tensor(owned_by, dtype), words)]
@@ -215,14 +215,14 @@ def _why(rank: int, rows: list[Row]) -> str:
         )
     if rank == 0:
         return (
-            "rank 0 may only go on when it has heard from everybody; that its sends came back says nothing, since a "
-            "small tensor may leave before its receiver asks for it"
+            "rank 0 may only go on when it has heard from all others; that its sends have returned says nothing, since "
+            "a small tensor may leave before its receiver asks for it"
         )
     if not received[rank]:
         return "to tell rank 0 that you are there is not enough: wait until rank 0 answers that all have arrived"
     if received[0] < _RANKS - 1:
-        return "rank 0 answered, but it never heard from everybody: first it must know that all have arrived"
-    return "rank 0 may answer only after it has heard from everybody"
+        return "rank 0 answered, but it never heard from all others: first it must know that all have arrived"
+    return "rank 0 may answer only after it has heard from all others"
 
 
 # ── all three together ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ def check(exam: Exam) -> None:
         _require_order(programs, 4)
     with exam.step("micro-batches that are not equally large"):
         _require_steps(exam, 2, 7, 3, steps=1)
-    with exam.step("what is no longer needed is let go") as notes:
+    with exam.step("what is no longer needed is freed") as notes:
         for rank, outcome in enumerate(outcomes):
             require_freed(rank, outcome.most_kept)
         held = peak_activations(programs[0].ranks[0])

@@ -74,7 +74,7 @@ def _in_words(rank: int, counts: Sequence[int], hosts: Hosts, right: Sequence[in
     inside = {other for other, count in enumerate(counts) if count}
     if max(counts) > 1:
         return (
-            f"in rank {rank}'s sum there is what {counted_in_words(counts)} put in: everybody counts once; what is "
+            f"in rank {rank}'s sum there is what {counted_in_words(counts)} put in: every rank counts once; what is "
             "added must not be in the sum already"
         )
     if inside == {rank} and len(mine) > 1:

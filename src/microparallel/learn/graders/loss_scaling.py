@@ -274,7 +274,7 @@ _MISTAKES: dict[str, Behaviour] = {
     "the loss is not scaled: in float16 these gradients are zero. backward() is that of loss · scale": Behaviour(
         scaled=False
     ),
-    "the gradients are never divided by the scale: the update is as many times too large": Behaviour(divided="never"),
+    "the gradients are never divided by the scale: the update is too large by that factor": Behaviour(divided="never"),
     "the gradients are clipped while they are still scaled: their norm is then `scale` times too large, and nearly all "
     "of them are cut off. Divide first, then clip": Behaviour(divided="after clipping"),
     "the gradients are divided by the scale twice": Behaviour(divided="twice"),
@@ -282,7 +282,7 @@ _MISTAKES: dict[str, Behaviour] = {
         Behaviour(divided="by the new scale")
     ),
     'the gradients are added up over ranks and not averaged: op="mean"': Behaviour(averaged="sum"),
-    "the gradients are not averaged: each rank goes its own way": Behaviour(averaged="no"),
+    "the gradients are not averaged: each rank takes another step": Behaviour(averaged="no"),
     "divided twice by the number of ranks": Behaviour(averaged="twice"),
     "the gradients are not clipped": Behaviour(clipped=False),
     "a rank decides alone: it looks at its own gradients before they are averaged, and the others' inf is in the mean "
@@ -307,7 +307,7 @@ _MISTAKES: dict[str, Behaviour] = {
     "the scale is halved twice": Behaviour(halved="quartered"),
     "the scale never grows: after many halvings small gradients are lost again": Behaviour(grows="never"),
     "good steps are counted on over an overflow: they must come in a row": Behaviour(grows="counts on"),
-    "once the scale has doubled, it doubles in every step: begin to count anew": Behaviour(
+    "once the scale has doubled, it doubles in every step: begin to count again": Behaviour(
         grows="every step from then on"
     ),
     "steps that were left out are counted as good ones": Behaviour(grows="counts overflows"),

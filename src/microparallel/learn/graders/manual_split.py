@@ -31,7 +31,7 @@ def check(exam: Exam) -> None:
         exam.run(_cross, 1, allowed=())
     with exam.step("both parts have the gradients of the uncut model"):
         _require_step(exam, cut=2)
-    with exam.step("wherever the cut is"):
+    with exam.step("the cut may be anywhere"):
         _require_step(exam, cut=1)
         _require_step(exam, cut=3)
     with exam.step("gradients of a second batch are added, as loss.backward() does"):
@@ -95,7 +95,7 @@ def _without_gradient(two: nn.Module) -> str:
     if all(gradient is None for gradient in gradients(two)):
         return "part 1's backward was started before part 2's: received.grad is None until loss.backward() has run"
     return (
-        "part 1's backward was started without a gradient: sent is no loss but a whole tensor, so hand it what "
+        "part 1's backward was started without a gradient: sent is a whole tensor and not a loss: give it what "
         "part 2 found out, received.grad"
     )
 
@@ -132,7 +132,7 @@ def _suspects(layers: list[nn.Module], cut: int, expected: list[torch.Tensor]) -
         ),
         started_with(
             sent.detach(),
-            "part 1's backward began with the activation itself: what must come back over the cut is its gradient, "
+            "part 1's backward began with the activation itself: what crosses the cut on the way back is its gradient, "
             "received.grad",
         ),
         Suspect(flat(expected) * 2, "part 1 has its gradient twice: its backward was done twice"),
@@ -148,7 +148,7 @@ def _require_two_steps(exam: Exam) -> None:
     both = [in_one_process(make_layers(_LAYERS), *pipeline_batch(_SAMPLES, seed=batch))[1] for batch in range(2)]
     total = combined(both, [1.0, 1.0])
     words = (
-        "only the second batch is in the gradients: a step adds to what is there, and whoever calls it decides when "
+        "only the second batch is in the gradients: a step adds to what is there, and its caller decides when "
         "to begin with nothing"
     )
     for found, places, whose in ((part1, slice(0, 4), "part 1"), (part2, slice(4, 8), "part 2")):

@@ -40,10 +40,10 @@ def check(exam: Exam) -> None:
         _require_samples(exam, 3, [9, 7, 11])
     with exam.step("a step of two ranks is that of one process"):
         _require_steps(exam, 2, [8])
-    with exam.step("so are three steps of three ranks, with 7, 7 and 2 samples") as notes:
+    with exam.step("three steps of three ranks are those of one process, with 7, 7 and 2 samples") as notes:
         _require_steps(exam, 3, [7, 7, 2])
         notes.append("all ranks have the same weights, to the last bit")
-    with exam.step("and in a world of one"):
+    with exam.step("one rank trains as one process does"):
         _require_steps(exam, 1, [4, 4])
 
 
@@ -67,10 +67,8 @@ def _require_start(found: list[list[torch.Tensor]]) -> None:
             f"rank {rank} still has weights of its own: they are to be rank 0's, in place": own[rank],
             "these are the weights of the last rank, not of rank 0": own[-1],
             "these are the weights of rank 1, not of rank 0": own[1],
-            "this is the mean of everybody's weights: all begin with rank 0's": combined(
-                own, [1 / len(own)] * len(own)
-            ),
-            "this is the sum of everybody's weights: all begin with rank 0's": combined(own, [1.0] * len(own)),
+            "this is the mean of all ranks' weights: all begin with rank 0's": combined(own, [1 / len(own)] * len(own)),
+            "this is the sum of all ranks' weights: all begin with rank 0's": combined(own, [1.0] * len(own)),
         }
         require_equal(flat(found[rank]), flat(own[0]), f"rank {rank}'s weights", suspects(mistakes))
 
@@ -85,11 +83,11 @@ def _samples(learner: Any, comms: Any, sizes: list[int]) -> list[list[int]]:
 def _numbers(mine: Any, size: int) -> list[int]:
     """The numbers of the samples that a slice chooses."""
     if not isinstance(mine, slice):
-        raise Wrong(f"my_samples shall return a slice, slice(begin, end), and returned {shown(mine)}")
+        raise Wrong(f"my_samples should return a slice, slice(begin, end), and returned {shown(mine)}")
     try:
         return list(range(size))[mine]
     except (TypeError, ValueError) as error:
-        raise Wrong(f"my_samples shall return a slice of whole numbers, and returned {mine}: {error}") from None
+        raise Wrong(f"my_samples should return a slice of whole numbers, and returned {mine}: {error}") from None
 
 
 def _require_samples(exam: Exam, ranks: int, sizes: list[int]) -> None:
@@ -111,7 +109,7 @@ def _require_shared(mine: list[list[int]], size: int) -> None:
             rest = (
                 "; what is left over when they do not divide evenly must go somewhere too" if size % len(mine) else ""
             )
-            raise Wrong(f"{case}nobody has sample {sample}: every sample belongs to exactly one rank{rest}")
+            raise Wrong(f"{case}no rank has sample {sample}: every sample belongs to exactly one rank{rest}")
 
 
 # ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,9 +23,9 @@ def check(exam: Exam) -> None:
     """The sum; other shapes and dtypes; twice; messages and bytes."""
     with exam.step("two ranks have the sum"):
         _require_sum(exam, 2, (4,), torch.float32)
-    with exam.step("so have four ranks, of a matrix, in float64") as notes:
+    with exam.step("four ranks have the sum of a matrix, in float64") as notes:
         _require_few_messages(_require_sum(exam, 4, (2, 3), torch.float64), 6 * 8, notes)
-    with exam.step("of integers, and in a world of one"):
+    with exam.step("integers are summed, too; and in a world of one rank nothing changes"):
         _require_sum(exam, 3, (5,), torch.int64)
         _require_sum(exam, 1, (5,), torch.int64)
 
@@ -65,7 +65,7 @@ def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dt
         for rank in [*range(1, ranks), 0]:  # rank 0's mistakes show on the others first, and clearer
             suspects = [
                 Suspect(
-                    total / ranks, "this is the mean: an all-reduce adds up, and whoever wants a mean divides later"
+                    total / ranks, "this is the mean: an all-reduce adds up, and the caller divides if it wants a mean"
                 ),
                 Suspect(own[rank], _in_words(rank, [int(other == rank) for other in range(ranks)], right[0])),
             ]
@@ -81,7 +81,7 @@ def _in_words(rank: int, counts: list[int], complete: bool = True) -> str:
                 "rank 0 still holds its own numbers: nothing was added in place (tensor.add_); `tensor = tensor + …` "
                 "only gives a new tensor that name"
             )
-        back = ", though rank 0 has the sum: it must come back to everybody" if complete else ": nothing was added"
+        back = ", though rank 0 has the sum: every rank needs it" if complete else ": nothing was added"
         return f"rank {rank} still holds its own numbers{back}"
     if rank == 0 and sum(counts) == counts[-1] == 1:
         return (
@@ -93,11 +93,11 @@ def _in_words(rank: int, counts: list[int], complete: bool = True) -> str:
     if counts == [1 + (other == rank) for other in range(len(counts))]:
         return f"rank {rank} added the sum to its own numbers, which are in it already: replace them (tensor.copy_)"
     if max(counts) > 1:
-        return f"in rank {rank}'s sum there is what {counted_in_words(counts)} put in: everybody counts once"
+        return f"in rank {rank}'s sum there is what {counted_in_words(counts)} put in: every rank counts once"
     why = (
         ", though rank 0 has the whole sum: send it only when the last tensor has come"
         if rank
-        else ": did rank 0 receive from everybody before it sent the sum?"
+        else ": did rank 0 receive from all others before it sent the sum?"
     )
     return f"in rank {rank}'s sum there is only what {counted_in_words(counts)} put in{why}"
 
@@ -109,12 +109,12 @@ def _require_few_messages(rows: list[Row], size: int, notes: list[str]) -> None:
     if messages > most:
         raise Wrong(
             f"the sum is right, but {messages} messages were sent, {sum(total)} bytes; through rank 0, "
-            f"{most} messages and {most * size} bytes are enough: one from everybody to rank 0, and one back"
+            f"{most} messages and {most * size} bytes are enough: one from each other rank to rank 0, and one back"
         )
     if messages < most:
         raise Wrong(
-            f"the sum is right, but {messages} messages were sent, and {most} are needed: one from everybody to rank "
-            "0, and one back"
+            f"the sum is right, but {messages} messages were sent, and {most} are needed: one from each other rank to "
+            "rank 0, and one back"
         )
     for rank in reversed(range(ranks)):  # who sends past rank 0 is not rank 0
         peers = sorted(one.peer for one in sent[rank])
@@ -127,6 +127,6 @@ def _require_few_messages(rows: list[Row], size: int, notes: list[str]) -> None:
             messages_sent = ", ".join(f"{one.bytes} bytes to rank {one.peer}" for one in sent[rank])
             raise Wrong(
                 f"the sum is right, but rank {rank} sends {messages_sent}: one whole tensor, {size} bytes, goes to "
-                "rank 0 from everybody, and one back"
+                "rank 0 from each other rank, and one back"
             )
     notes.append(f"rank 0 sends {total[0]} bytes, each of the others {total[1]}")

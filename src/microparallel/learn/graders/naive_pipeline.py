@@ -15,7 +15,7 @@ def check(exam: Exam) -> None:
         _require_steps(exam, 3, 1)
     with exam.step("a second step adds its own gradients"):
         _require_steps(exam, 3, 2)
-    with exam.step("also on two ranks, on four, and on one, which has nobody to send to"):
+    with exam.step("also on two ranks, on four, and on one, which sends nothing"):
         _require_steps(exam, 2, 2)
         _require_steps(exam, 4, 1)
         _require_steps(exam, 1, 2)

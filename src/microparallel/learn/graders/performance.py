@@ -1,4 +1,7 @@
-"""Six small functions about a step's time: are they right in every case, and if not, which formula was it?"""
+"""Nine small functions about a step's time: are they right in every case, and if not, which formula was it?
+
+Six are asked about spans and numbers, here. Three are asked about recorded steps, in `_recorded.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._recorded import require_all_reduces, require_computing, require_where_it_went
 from microparallel.learn.requirements import require_number
 from microparallel.learn.verdict import Wrong
 
@@ -40,6 +44,12 @@ def check(exam: Exam) -> None:
         _require(exam, "ring_seconds", RING_CASES, _ring, _RING, notes)
     with exam.step("bound: what would help") as notes:
         _require(exam, "bound", BOUND_CASES, bound, _BOUND, notes)
+    with exam.step("a recorded step: when a rank computed") as notes:
+        require_computing(exam, notes)
+    with exam.step("a recorded step: its all-reduces, as each rank saw them") as notes:
+        require_all_reduces(exam, notes)
+    with exam.step("a recorded step: where its time went") as notes:
+        require_where_it_went(exam, notes)
 
 
 def _call(learner: Any, _comms: Any, name: str, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -249,18 +259,18 @@ _SPLIT = (
         lambda joined: [((start, start), (start, end)) for start, end in joined],
     ),
     _Mistake(
-        "the tensor travels from the *earliest* start on here, but an all-reduce needs everybody: the latest counts",
+        "the tensor travels from the *earliest* start here, but an all-reduce needs all ranks: the latest start counts",
         lambda joined: _split_at(joined, min(start for start, _ in joined)),
     ),
     _Mistake(
-        "everybody waits until the end here: the wait is over when the last rank has joined; then the tensor travels",
+        "every rank waits until the end here: the wait is over when the last rank has joined; then the tensor travels",
         lambda joined: _split_at(joined, max(end for _, end in joined)),
     ),
     _Mistake(
         "the two are swapped: first the waiting, then the travelling", lambda j: [pair[::-1] for pair in _split(j)]
     ),
     _Mistake(
-        "these are lengths: return spans, a start and an end each, so that one can see what hides them",
+        "these are lengths: return spans, a start and an end each, which show what hides them",
         lambda joined: [tuple(end - start for start, end in pair) for pair in _split(joined)],
     ),
     _Mistake("this is a single pair: every rank has its own", lambda joined: _split(joined)[0]),

@@ -94,7 +94,7 @@ def _suspects(
         Suspect(expected - 1 if rounds == 1 else torch.empty(0), f"rank {rank} does not add one to what it receives"),
         Suspect(
             expected + 1 if rounds == 1 else torch.empty(0),
-            f"rank {rank} adds one once too often: once for each time it receives",
+            f"rank {rank} adds one one time too many: once for each time it receives",
         ),
         Suspect(
             start + 2 - rank,

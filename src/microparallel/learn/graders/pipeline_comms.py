@@ -35,7 +35,7 @@ def check(exam: Exam) -> None:
         exam.run(_headers, 1, allowed=())
     with exam.step("a tensor arrives at a rank that did not know its shape"):
         exam.run(_one_after_another, 2, _TENSORS[:2])
-    with exam.step("so does every shape and dtype, one after another") as notes:
+    with exam.step("tensors of every shape and dtype arrive, one after another") as notes:
         exam.run(_one_after_another, 2, _TENSORS)
         notes.append(f"{len(_TENSORS)} tensors")
     with exam.step("from neighbour to neighbour, down a line of four"):
@@ -52,7 +52,7 @@ def _neighbours(learner: Any, _: Any) -> None:
             if found == (before, after):
                 continue
             if found == ((rank - 1) % world_size, (rank + 1) % world_size):
-                end = "nobody before it" if before is None else "nobody after it"
+                end = "no rank before it" if before is None else "no rank after it"
                 raise Wrong(
                     f"that is a ring: rank {rank} of {world_size} has {end}, and neighbours returned {found}; the "
                     "ends of a line have None there"

@@ -28,7 +28,7 @@ def check(exam: Exam) -> None:
     """The sum; other sizes and dtypes; messages and bytes."""
     with exam.step("two ranks have the sum"):
         _require_sum(exam, 2, 4)
-    with exam.step("so have three and four ranks"):
+    with exam.step("three and four ranks have the sum"):
         _require_sum(exam, 3, 6)
         _require_sum(exam, 4, 8)
     with exam.step("also when the tensor does not divide evenly, and for integers"):
@@ -37,7 +37,7 @@ def check(exam: Exam) -> None:
         _require_sum(exam, 3, 8, torch.int64)
     with exam.step("no rank sends more than 2(p−1)/p of the tensor, and all have the same bits") as notes:
         _require_few_bytes(exam, 4, 64, notes)
-    with exam.step("a world of one is left alone"):
+    with exam.step("in a world of one rank nothing changes"):
         _require_sum(exam, 1, 5)
 
 
@@ -65,7 +65,9 @@ def _require_sum(exam: Exam, ranks: int, size: int, dtype: torch.dtype = torch.f
             _name_the_mistake(program)
     for rank, one in enumerate(found):
         suspects = [
-            Suspect(total / ranks, "this is the mean: an all-reduce adds up, and whoever wants a mean divides later"),
+            Suspect(
+                total / ranks, "this is the mean: an all-reduce adds up, and the caller divides if it wants a mean"
+            ),
             Suspect(torch.where(one == total, total, own[rank]), _own_numbers(rank, one, total)),
         ]
         require_equal(one, total, f"rank {rank}'s tensor, {ranks} ranks,", suspects)

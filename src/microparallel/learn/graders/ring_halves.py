@@ -42,7 +42,7 @@ def check(exam: Exam) -> None:
             _require_half(exam, half, 3, 8, torch.int64)
     with exam.step("each half sends (p−1)/p of the tensor; together they leave the same bits on all ranks") as notes:
         notes.append(_require_cost(exam, 4, 64))
-    with exam.step("a world of one is left alone"):
+    with exam.step("in a world of one rank nothing changes"):
         for half in _HALVES:
             _require_half(exam, half, 1, 5)
 
@@ -103,7 +103,7 @@ def _require_half(exam: Exam, half: Half, ranks: int, size: int, dtype: torch.dt
 
 
 def _suspects(wanted: torch.Tensor, ranks: int) -> list[Suspect]:
-    return [Suspect(wanted / ranks, "this is the mean: it adds up, and whoever wants a mean divides later")]
+    return [Suspect(wanted / ranks, "this is the mean: it adds up, and the caller divides if it wants a mean")]
 
 
 def _require_own_slice(found: list[torch.Tensor], total: torch.Tensor, ranks: int) -> None:

@@ -128,7 +128,7 @@ def _keep(learner: Any, comms: Any, rows: int, features: int) -> None:
     if storage() is not None:
         collect_garbage()
     if storage() is not None:
-        raise Wrong(f"rank {rank} still holds the whole weight when its layer is made: keep your part alone")
+        raise Wrong(f"rank {rank} still holds the whole weight when its layer is made: keep only your part")
     del layer
 
 
@@ -304,7 +304,7 @@ def _require_let_go(passes: Sequence[Pass], rows: Sequence[Row]) -> None:
             why = (
                 "the gradient of its part is a view of it, which keeps all of its memory"
                 if in_its_memory
-                else "once it is reduce-scattered, nobody needs it; keep your part alone"
+                else "once it is reduce-scattered, no rank needs it; keep only your part"
             )
             raise Wrong(f"rank {rank} still holds the whole gradient of the weight after backward: {why}")
 
@@ -323,9 +323,9 @@ def _require_one_at_a_time(rank: int, one: Pass, row: Row, place: int, held: Seq
             "would be whole at once"
         )
     if held and isinstance(next_op, Called) and next_op.call == "all_gather":
-        raise Wrong(f"rank {rank} gathers in line {next_op.line} while a whole weight is still there: let it go first")
+        raise Wrong(f"rank {rank} gathers in line {next_op.line} while a whole weight is still there: free it first")
     if held and next_op is None:
-        raise Wrong(f"rank {rank} still holds the whole weight after backward: nobody needs it until the next forward")
+        raise Wrong(f"rank {rank} still holds the whole weight after backward: it is not needed until the next forward")
 
 
 # ── the calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -341,7 +341,7 @@ def _require_calls(passes: Sequence[Pass], rows: Sequence[Row]) -> None:
                 raise Wrong(
                     f"rank {rank} gathers {numbers} numbers in line {call.line}, which are not its part of the weight "
                     f"({one.parts[0].numel()} numbers). Gradients are reduce-scattered: each rank needs its part of "
-                    "their mean alone, and gathering all of them would send p times as much"
+                    "their mean only, and gathering all of them would send p times as much"
                 )
         _require_kinds(rank, "forward", [call.call for call in forward], ["all_gather"])
         _require_kinds(rank, "backward", [call.call for call in backward], ["all_gather", "reduce_scatter"])

@@ -25,9 +25,9 @@ def check(exam: Exam) -> None:
         exam.run(_division, 1, allowed=())
     with exam.step("a rank has its own layers, under the whole model's names"):
         exam.run(_names, 1, allowed=())
-    with exam.step("with the whole model's weights"):
+    with exam.step("its weights are those of the whole model"):
         exam.run(_weights, 1, allowed=())
-    with exam.step("without ever holding the whole model") as notes:
+    with exam.step("no rank ever holds the whole model") as notes:
         [most] = exam.run(_memory, 1, allowed=())
         notes.append(f"at most {most} layers at once, of 12")
     with exam.step("three ranks in a row compute what the whole model computes"):
@@ -63,7 +63,7 @@ def _require_each_once(case: str, depth: int, shares: list[range]) -> None:
             )
         if len(owners) > 1:
             raise Wrong(
-                f"{case}: layer {layer} is on rank {listed(owners)}. Behind ranks with one layer more, everybody "
+                f"{case}: layer {layer} is on rank {listed(owners)}. Behind ranks with one layer more, each rank "
                 f"begins later; you gave {_shares(shares)}"
             )
     outside = [rank for rank, share in enumerate(shares) if share and (share[0] < 0 or share[-1] >= depth)]

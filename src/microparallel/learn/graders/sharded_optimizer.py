@@ -43,7 +43,7 @@ def check(exam: Exam) -> None:
             sharding.require_once(rank, one.given)
     with exam.step("three steps of SGD with momentum: the parameters are those of one process"):
         _require_weights(results, "momentum")
-    with exam.step("three steps of Adam; state is kept for a part alone") as notes:
+    with exam.step("three steps of Adam; state is kept only for a part") as notes:
         adam = exam.run(_train, 2, "adam", _STEPS, allowed=sharding.ALLOWED)
         _require_weights(adam, "adam")
         notes.append(f"state for {adam[0].state} of {_numbers()} numbers a rank")
@@ -96,9 +96,7 @@ def _require_weights(results: list[Trained], kind: Kind) -> None:
             lambda own: own.mean(1).sum(0)
         ),
         'divided twice by the number of ranks: op="mean" has done it already': lambda own: sharding.mean(own) / ranks,
-        "each rank has updated its part with its own gradient: it is the mean over all ranks that counts": (
-            sharding.own_gradients
-        ),
+        "each rank has updated its part with its own gradient: use the mean over all ranks": (sharding.own_gradients),
         "the gradient of the step before is still in part.grad: put the new one there, do not add it": (
             sharding.carried_over()
         ),
@@ -165,7 +163,7 @@ def _name_the_mistake(rank: int, ops: list[o.Op]) -> None:
         raise Wrong(f"rank {rank} updates its part before the gradients are averaged: reduce-scatter them first")
     if o.AllGather not in kinds:
         raise Wrong(
-            f"rank {rank} has new numbers in its own part alone, and every rank in another one: gather the parts "
+            f"rank {rank} has new numbers only in its own part, and every rank has another part: gather the parts "
             "(all_gather) after the update"
         )
     if o.AllGather not in kinds[updated:]:

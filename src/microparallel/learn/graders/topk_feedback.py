@@ -247,7 +247,7 @@ def _kept(
 
 
 _MISTAKES: dict[str, Behaviour] = {
-    "there is no feedback: what was not sent is lost, and small gradients are never heard of. Add the residual before "
+    "there is no feedback: what was not sent is lost, and small gradients are never sent. Add the residual before "
     "you choose, and keep what was not sent": Behaviour(feedback="no"),
     "what was sent is still in the residual: it would be sent again and again. Subtract it": Behaviour(
         feedback="never reduced"

@@ -52,7 +52,7 @@ class Trained:
 
 def check(exam: Exam) -> None:
     """What is let go; the order; the numbers; how much is kept; parts that must be filled up."""
-    with exam.step("every gradient is reduce-scattered in its micro-batch, and let go") as notes:
+    with exam.step("every gradient is reduce-scattered in its micro-batch, and freed") as notes:
         results = exam.run(_train, 2, "momentum", _TURNS, allowed=sharding.ALLOWED)
         for rank, one in enumerate(results):
             _require_let_go(rank, len(results), one, exam.rows[rank])
@@ -61,7 +61,7 @@ def check(exam: Exam) -> None:
         _require_steps(exam.rows, results, _TURNS)
     with exam.step("two steps of SGD with momentum: the parameters are those of one process"):
         _require_weights(results, "momentum", _TURNS)
-    with exam.step("two steps of Adam with three ranks; state is kept for a part alone") as notes:
+    with exam.step("two steps of Adam with three ranks; state is kept only for a part") as notes:
         more = exam.run(_train, 3, "adam", 2, allowed=sharding.ALLOWED)
         _require_weights(more, "adam", 2)
         notes.append(f"state for {more[0].state} of {sum(_SIZES)} numbers a rank, with what fills the parts up")
@@ -141,8 +141,8 @@ def _require_let_go(rank: int, ranks: int, one: Trained, row: Row) -> None:
             others = ", ".join(_NAMES[delta.stage] for delta in held[:-1])
             raise Wrong(
                 f"rank {rank}: when the gradient of {_NAMES[op.stage]} comes, those of {others} are still there, "
-                "whole: reduce-scatter each in its hook, keep nothing of it but your part, and set parameter.grad to "
-                "None at once. What is let go only later is in memory all at once"
+                "whole: reduce-scatter each in its hook, keep only your part of it, and set parameter.grad to "
+                "None at once. What is freed later is in memory at the same time"
             )
 
 
@@ -252,7 +252,7 @@ def _name_the_mistake(rank: int, ops: list[o.Op], turns: int) -> None:
     _require_each_scattered(rank, ops, turns)
     if o.AllGather not in kinds:
         raise Wrong(
-            f"rank {rank} has new numbers in its own parts alone, and every rank in others: gather the parts "
+            f"rank {rank} has new numbers only in its own parts, and every rank has other parts: gather the parts "
             "(all_gather) after the update"
         )
     if kinds.index(o.AllGather) < updates[0]:
@@ -284,13 +284,13 @@ def _require_each_scattered(rank: int, ops: list[o.Op], turns: int) -> None:
 def _require_weights(results: list[Trained], kind: Kind, turns: int) -> None:
     ranks = len(results)
     mistakes: dict[str, sharding.Combine] = {
-        "the gradients of an earlier step are still in part.grad: forget them after the update (zero_grad)": (
+        "the gradients of an earlier step are still in part.grad: let them go after the update (zero_grad)": (
             sharding.carried_over()
         ),
     }
     if turns > 1:
         mistakes |= {
-            f"the loss is not divided by the {turns} micro-batches: a sum of means is no mean": (
+            f"the loss is not divided by the {turns} micro-batches: a sum of means is not a mean": (
                 lambda own: own.sum(1).mean(0)
             ),
             f"divided twice by the {turns} micro-batches": lambda own: sharding.mean(own) / turns,

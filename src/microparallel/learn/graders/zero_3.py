@@ -49,7 +49,7 @@ def check(exam: Exam) -> None:
         for case, program in zip(_CASES, programs, strict=True):
             _require_right(case, program)
         notes.append(f"{len(programs)} programs verified")
-    with exam.step("at most prefetch + 1 units are whole; whole gradients are let go") as notes:
+    with exam.step("at most prefetch + 1 units are whole; whole gradients are freed") as notes:
         most = [_require_few(case, program) for case, program in zip(_CASES, programs, strict=True)]
         notes.append(f"prefetch {', '.join(str(case[3]) for case in _CASES[:4])}: {' '.join(map(str, most[:4]))}")
     with exam.step("each unit is gathered at most twice in a micro-batch"):
@@ -149,7 +149,9 @@ def _require_right(case: Case, program: Program) -> None:
             f"other for ever\n{error}"
         ) from None
     except GatheredAgain as error:
-        raise Wrong(f"{_named(case)}: {error}\n  it is whole as yet: gathering it again sends it for nothing") from None
+        raise Wrong(
+            f"{_named(case)}: {error}\n  it is still whole: to gather it again costs a message and brings nothing"
+        ) from None
     except ProgramError as error:
         raise Wrong(f"{_named(case)}: {error}") from None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._halves import follow_program, require_input_half, require_weight_half
 from microparallel.learn.graders._programs import (
     Orders,
     ask_for_orders,
     compare,
     make_program,
     require_complete,
-    run_program,
     tokens,
 )
 from microparallel.learn.verdict import Wrong
@@ -24,7 +24,11 @@ _COSTS = [Costs(), Costs(forward=2, backward_input=3, backward_weight=1)]
 
 
 def check(exam: Exam) -> None:
-    """Complete; verified; activations; the bubble; run."""
+    """The halves; then the order: complete, verified, activations, the bubble; then both together, on ranks."""
+    with exam.step("I finds the gradient of what entered the stage, and no other"):
+        require_input_half(exam)
+    with exam.step("W finds the gradients of the weights later, and adds them"):
+        require_weight_half(exam)
     with exam.step("every micro-batch has its forward and both halves of its backward, once"):
         answers = ask_for_orders(exam, _CASES, "FIW")
         for case, orders in zip(_CASES, answers, strict=True):
@@ -42,9 +46,9 @@ def check(exam: Exam) -> None:
             for costs in _COSTS:
                 _require_bubble(case, orders, program, costs)
         notes.append("four ranks, F = I = W = 1: waits 3, and 1F1B 9")
-    with exam.step("on real ranks it finds the loss and gradients of one process"):
-        run_program(exam, programs[0])
-        run_program(exam, programs[1])
+    with exam.step("with your halves, in your order, the ranks find the loss and gradients of one process"):
+        for program in programs[:4]:
+            follow_program(exam, program)
 
 
 def _named(case: Case) -> str:
