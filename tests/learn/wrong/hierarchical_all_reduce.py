@@ -42,6 +42,20 @@ ANSWERS = [
         "ranks 0, 2, 3 send whole tensors to another host: add up inside each host first",
     ),
     Answer(
+        "every leader to every leader",
+        {
+            BETWEEN: "    own = tensor.clone()\n"
+            "    leaving = [comms.isend(own, other) for other in leaders if other != comms.rank]\n"
+            "    tensor.zero_()\n"
+            "    for other in leaders:\n"
+            "        mine = other == comms.rank\n"
+            "        tensor.add_(own if mine else comms.recv_tensor(tensor.shape, other, tensor.dtype))\n"
+            "    for request in leaving:\n"
+            "        request.wait()\n"
+        },
+        "ranks 0, 2, 3 speak for their hosts, as they should, but too often: let one of them add up",
+    ),
+    Answer(
         "nothing between the hosts",
         {BETWEEN: "    pass\n"},
         "rank 0 has the sum of its own host, ranks 0, 1, and of no other",

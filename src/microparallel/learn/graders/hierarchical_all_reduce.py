@@ -120,15 +120,7 @@ def _require_few_bytes(exam: Exam, hosts: Hosts, size: int, notes: list[str]) ->
     crossing, tensor = _crossing(exam.rows, hosts), 8 * size
     most, total = 2 * (len(hosts) - 1) * tensor, sum(message.bytes for message in crossing)
     if total > most:
-        senders = sorted({message.rank for message in crossing})
-        whole = all(message.bytes == tensor for message in crossing)
-        why = (
-            f"ranks {listed(senders)} send whole tensors to another host: add up inside each host first, and let one "
-            "rank speak for it"
-            if whole
-            else f"messages of {listed(sorted({message.bytes for message in crossing}))} bytes, from ranks "
-            f"{listed(senders)}: a ring through all ranks knows nothing of hosts, and passes the network at every step"
-        )
+        why = _why_so_many(crossing, hosts, tensor)
         raise Wrong(
             f"{_show(hosts)}: the sum is right, but {total} bytes in {len(crossing)} messages cross between the hosts, "
             f"and {most} bytes are enough ({2 * (len(hosts) - 1)} times the tensor): {why}"
@@ -141,3 +133,23 @@ def _require_few_bytes(exam: Exam, hosts: Hosts, size: int, notes: list[str]) ->
             )
     flat_ring = len(hosts) * 2 * (_ranks(hosts) - 1) * tensor // _ranks(hosts)
     notes.append(f"{_show(hosts)}: {total} bytes cross in {len(crossing)} messages, in a ring of all ranks {flat_ring}")
+
+
+def _why_so_many(crossing: Sequence[Called], hosts: Hosts, tensor: int) -> str:
+    """Which mistake sends more between the hosts than what must cross."""
+    senders = {message.rank for message in crossing}
+    if any(message.bytes != tensor for message in crossing):
+        return (
+            f"messages of {listed(sorted({message.bytes for message in crossing}))} bytes, from ranks "
+            f"{listed(sorted(senders))}: a ring through all ranks knows nothing of hosts, and passes the network at "
+            "every step"
+        )
+    if all(len(senders.intersection(ranks)) <= 1 for ranks in hosts):
+        return (
+            f"ranks {listed(sorted(senders))} speak for their hosts, as they should, but too often: let one of them "
+            "add up the sums of all hosts, and send the total to each of the others once"
+        )
+    return (
+        f"ranks {listed(sorted(senders))} send whole tensors to another host: add up inside each host first, and let "
+        "one rank speak for it"
+    )
