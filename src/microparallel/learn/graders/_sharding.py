@@ -51,7 +51,7 @@ class Optimizers:
     Attributes:
         made: all that were made.
         given: for each, the tensors that it shall update, as they were then.
-        memory: for each, the memory that these tensors keep: bytes by address. A view keeps all of the tensor that it is of.
+        memory: for each, the memory that these tensors keep, as bytes by address; a view keeps its whole tensor.
     """
 
     def __init__(self, comms: Any, kind: Kind) -> None:

@@ -86,8 +86,8 @@ def _require_own_memory(rank: int, memory: dict[int, int], part: torch.Tensor, m
     kept = sum(size for address, size in memory.items() if address not in parameters)
     if kept > part.nbytes:
         raise Wrong(
-            f"rank {rank}'s optimizer is given a part of {part.nbytes} bytes that keeps {kept} bytes in memory: it is a "
-            "view of the whole row; clone() copies it into memory of its own"
+            f"rank {rank}'s optimizer is given a part of {part.nbytes} bytes that keeps {kept} bytes in memory: it is "
+            "a view of the whole row; clone() copies it into memory of its own"
         )
 
 
