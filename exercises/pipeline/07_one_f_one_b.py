@@ -56,7 +56,7 @@ def one_f_one_b_step(
     over the samples that it is given. Returns the mean loss of the batch on the last rank, None on all others.
 
     You have comms.recv_tensor(shape, src, dtype), and comms.isend(tensor, dest), which returns a request at once;
-    request.wait() returns when the receiver has the tensor.
+    request.wait() returns when you may change or forget the tensor.
     """
     rank = comms.rank
     is_first, is_last = rank == 0, rank == comms.world_size - 1

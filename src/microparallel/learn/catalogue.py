@@ -132,7 +132,7 @@ EXERCISES = (
     _fb(2, "topk_feedback", "Send the largest gradients, and keep the rest for later", "02_send_only_what_matters"),
     _fb(3, "powersgd", "Two thin matrices instead of a gradient", "02_send_only_what_matters"),
     _sv(1, "kill_and_resume", "Die at any moment, and end with the same weights", "01_what_if_a_rank_dies"),
-    _cap(1, "trainer", "A data-parallel trainer that survives being killed"),
+    _cap(1, "trainer", "A data-parallel trainer that survives a kill"),
     _cap(2, "gpt_pipeline", "A pipeline for a small GPT, within a limit of memory"),
     _cap(3, "beat_1f1b", "A schedule that beats 1F1B on an uneven machine"),
 )

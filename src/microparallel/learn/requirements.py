@@ -101,7 +101,7 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor, tolerance: flo
     if not wrong.any():
         return " is right"
     index = tuple(wrong.nonzero()[0].tolist())
-    at = f"[{', '.join(map(str, index))}]" if index else ""
+    at = f" at [{', '.join(map(str, index))}]" if index else ""
     return f"{at} is {found[index].item():.6g}, and should be {expected[index].item():.6g}"
 
 

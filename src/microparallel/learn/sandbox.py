@@ -200,7 +200,8 @@ class Sandbox:
             else:
                 functions[id(getattr(owner, name))] = refusing
         for dotted in _READERS:
-            original = getattr(*_find(dotted))
+            owner, name = _find(dotted)
+            original = getattr(owner, name)
             functions[id(original)] = _trusting(original)
         self._replace_everywhere(functions)
         self._replace(os, "_exit", self._wrap(os._exit, "os._exit", _PROCESSES))

@@ -270,7 +270,8 @@ class _Account:
             elif isinstance(op, Join):
                 came = ended
             elif event is None:
-                break  # a trace may show the beginning of a step
+                if not any(self._events.values()):
+                    break  # the trace shows the beginning of a step
             else:
                 for value in (*self._rules.needs(op), *self._rules.makes(op)):
                     touched[value] = max(touched.get(value, event.end), event.end)

@@ -52,6 +52,11 @@ ANSWERS = [
         "header first, then the tensor",
     ),
     Answer(
+        "header received as floats",
+        {"comms.recv_tensor([HEADER], src, torch.int64)": "comms.recv_tensor([HEADER], src)"},
+        "the receiver asks for float32[10] in line",
+    ),
+    Answer(
         "header not used",
         {"return comms.recv_tensor(shape, src, dtype)": "return comms.recv_tensor(shape, src)"},
         "did not ask for what it says",

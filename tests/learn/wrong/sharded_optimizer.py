@@ -33,6 +33,11 @@ ANSWERS = [
         "is given 80 numbers, and the rank's part has 40",
     ),
     Answer(
+        "a view of the row",
+        {PART: PART.replace(".clone()", "")},
+        "a part of 320 bytes that keeps 640 bytes in memory: it is a view of the whole row",
+    ),
+    Answer(
         "the next rank's part",
         {PART: PART.replace("[comms.rank]", "[(comms.rank + 1) % comms.world_size]")},
         "rank 0's optimizer is given part 1, which is rank 1's; reduce_scatter gives rank 0 part 0",

@@ -51,11 +51,13 @@ class Optimizers:
     Attributes:
         made: all that were made.
         given: for each, the tensors that it shall update, as they were then.
+        memory: for each, the memory that these tensors keep, as bytes by address; a view keeps its whole tensor.
     """
 
     def __init__(self, comms: Any, kind: Kind) -> None:
         self.made: list[torch.optim.Optimizer] = []
         self.given: list[list[torch.Tensor]] = []
+        self.memory: list[dict[int, int]] = []
         self._comms, self._kind = comms, kind
 
     def __call__(self, tensors: Any) -> torch.optim.Optimizer:
@@ -65,6 +67,8 @@ class Optimizers:
         self.made.append(optimizer)
         known = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self.given.append([tensor.detach().clone() for tensor in known])
+        storages = [tensor.untyped_storage() for tensor in known]
+        self.memory.append({storage.data_ptr(): storage.nbytes() for storage in storages})
         return optimizer
 
     def state(self) -> int:

@@ -129,6 +129,7 @@ def _require_read(learner: Any, header: torch.Tensor, tensor: torch.Tensor) -> N
         )
 
 
+_HEADER = "int64[10]"
 _NO_HEADER = "is not the header that the receiver expects: header first, then the tensor"
 
 
@@ -165,6 +166,11 @@ def _mismatch(comms: Any, number: int, what: str) -> Wrong:
     """What arrived is not what was asked for: which of the two messages was it?"""
     receives = calls(comms.row, *RECEIVES)
     if len(receives) == 2 * number + 1:
+        if (asked := receives[-1].agreement) != _HEADER:
+            return Wrong(
+                f"the receiver asks for {asked} in line {receives[-1].line}, and a header is {_HEADER} "
+                "(recv_tensor expects float32 unless it is told a dtype)"
+            )
         return Wrong(f"the first message of {what} {_NO_HEADER} (received in line {receives[-1].line})")
     return Wrong(
         f"the header of {what} arrived, but then the receiver did not ask for what it says, shape and dtype "

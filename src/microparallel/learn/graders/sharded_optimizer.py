@@ -68,6 +68,7 @@ def _train(learner: Any, comms: Any, kind: Kind, steps: int) -> Trained:
         sharded = learner.ShardedOptimizer(model.parameters(), comms, optimizers)
         parts = sharding.in_parts(flat(model.parameters()).detach(), comms.world_size)
         sharding.require_own_parts(comms.rank, optimizers.given, parts)
+        _require_own_memory(comms.rank, optimizers.memory[0], parts[comms.rank], model)
         for step in range(steps):
             model.zero_grad()
             comms.log.begins(Activity(o.Forward(0, comms.rank)))
@@ -77,6 +78,17 @@ def _train(learner: Any, comms: Any, kind: Kind, steps: int) -> Trained:
             sharded.step()
             weights.append(flat(model.parameters()).detach())
     return Trained(optimizers.given, optimizers.state(), weights)
+
+
+def _require_own_memory(rank: int, memory: dict[int, int], part: torch.Tensor, model: torch.nn.Module) -> None:
+    """Refuse a part that is a view of a whole row, unless the parameters themselves are in that row."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = sum(size for address, size in memory.items() if address not in parameters)
+    if kept > part.nbytes:
+        raise Wrong(
+            f"rank {rank}'s optimizer is given a part of {part.nbytes} bytes that keeps {kept} bytes in memory: it is "
+            "a view of the whole row; clone() copies it into memory of its own"
+        )
 
 
 def _require_state(results: list[Trained]) -> None:
