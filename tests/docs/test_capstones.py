@@ -1,4 +1,4 @@
-"""The scripts by which the pages of the capstones let a reader try an answer: with our answers they say what is right."""
+"""The scripts of the capstones' pages, by which a reader tries an answer: with our answers they say what is right."""
 
 import re
 import subprocess
