@@ -1,6 +1,7 @@
 """Ranks start and end cleanly, also when one raises, exits or is killed."""
 
 import contextlib
+import importlib
 import multiprocessing.connection
 import os
 import signal
@@ -120,6 +121,19 @@ def test_the_first_cause_is_reported_not_its_consequences(pool):
         with pytest.raises(mp.errors.RankFailed) as caught:
             pool.run(notice_loss_by_itself, 4, timeout=30)
         assert caught.value.rank == 2
+
+
+def give_up(comms):
+    comms.irecv((1,), 1 - comms.rank).wait(0.2 if comms.rank == 1 else None)
+
+
+def test_a_rank_that_gave_up_is_named_before_those_that_waited_for_it(pool, monkeypatch):
+    """Both have failed when the launcher looks: it may have waited for a core meanwhile."""
+    wait, launching = multiprocessing.connection.wait, importlib.import_module("microparallel.world.launch")
+    monkeypatch.setattr(launching, "wait", lambda connections, _: [one for one in connections if wait([one], 20)])
+    with pytest.raises(mp.errors.RankFailed) as caught:
+        pool.run(give_up, 2, transport="gloo", timeout=30)
+    assert caught.value.rank == 1, caught.value
 
 
 def return_early(comms):

@@ -172,7 +172,8 @@ def _raised(error: BaseException) -> Raised:
     return Raised(
         f"raised {said}",
         "" if isinstance(error, CheckpointError) or limit is not None else traceback.format_exc(),
-        secondary=isinstance(error, PeerLost | PeerGone),
+        # One that waited for a rank that had given up says so, and why that rank did is said by its own error.
+        secondary=isinstance(error, PeerLost | PeerGone) or isinstance(error.__cause__, PeerGone),
         refusal=str(error) if isinstance(error, UsageError) else None,
         lost=error.ranks if isinstance(error, PeerLost | PeerGone) else (),
         error=dumps_error(error),
