@@ -270,14 +270,15 @@ class Recorder:
 
     def ends(self, activity: Activity) -> None:
         """An operation has ended."""
-        row = self._row_of.pop(activity, None)
+        row = self._row_of.get(activity)
         if row is None:
             return
         row.parts -= 1
+        if not row.parts and row.waited is None and row.group:
+            self._to_be_waited_for[activity] = row  # first: another thread may come to wait for it at any moment
+        del self._row_of[activity]
         if row.parts:
             return
-        if row.waited is None and row.group:
-            self._to_be_waited_for[activity] = row
         row.arrived = activity.arrived if self._gpu is None else None  # the host saw it, not the GPU
         # To forget a value takes no time that a drawing could show.
         row.end = row.start if isinstance(row.op, Free) else self._end_of(row, activity)

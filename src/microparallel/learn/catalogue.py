@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,71 +71,71 @@ def exercises_folder() -> Path:
     return _INSTALLED if _INSTALLED.is_dir() else _IN_REPOSITORY
 
 
-def _dp(number: int, stem: str, title: str, lesson: str, name: str = "") -> Exercise:
-    name = name or stem.replace("_", "-")
-    return Exercise(name, "data_parallel", f"{number:02}_{stem}.py", title, f"data_parallel/{lesson}")
+def _track(track: str, *exercises: tuple[str, ...]) -> Iterator[Exercise]:
+    """The exercises of a track, numbered in order: each a file's stem, a title, a lesson, and a name if not the stem.
 
-
-def _pp(number: int, stem: str, title: str, lesson: str, name: str = "") -> Exercise:
-    return Exercise(name or stem.replace("_", "-"), "pipeline", f"{number:02}_{stem}.py", title, f"pipeline/{lesson}")
-
-
-def _sh(number: int, stem: str, title: str, lesson: str) -> Exercise:
-    return Exercise(stem.replace("_", "-"), "sharding", f"{number:02}_{stem}.py", title, f"sharding/{lesson}")
-
-
-def _fb(number: int, stem: str, title: str, lesson: str) -> Exercise:
-    return Exercise(stem.replace("_", "-"), "fewer_bytes", f"{number:02}_{stem}.py", title, f"fewer_bytes/{lesson}")
-
-
-def _sv(number: int, stem: str, title: str, lesson: str) -> Exercise:
-    return Exercise(stem.replace("_", "-"), "surviving", f"{number:02}_{stem}.py", title, f"surviving/{lesson}")
-
-
-def _cap(number: int, stem: str, title: str) -> Exercise:
-    return Exercise(
-        stem.replace("_", "-"), "capstones", f"{number:02}_{stem}.py", title, f"capstones/{number:02}_{stem}"
-    )
+    A lesson of another track is given with its folder.
+    """
+    for number, (stem, title, lesson, *named) in enumerate(exercises, 1):
+        name = named[0] if named else stem.replace("_", "-")
+        place = lesson if "/" in lesson else f"{track}/{lesson}"
+        yield Exercise(name, track, f"{number:02}_{stem}.py", title, place)
 
 
 EXERCISES = (
-    _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
-    _dp(2, "replicas", "Copy the model to every device, average on the CPU", "03_manual"),
-    _dp(3, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
-    _dp(4, "naive_all_reduce", "All-reduce through rank 0", "06_all_reduce"),
-    _dp(5, "ring_all_reduce", "All-reduce round the ring", "06_all_reduce"),
-    _dp(6, "hierarchical_all_reduce", "All-reduce with few bytes between hosts", "06_all_reduce", name="hierarchical"),
-    _dp(7, "all_to_all", "Send every token to the rank of its expert, and back", "05_sync_primitives"),
-    _dp(8, "model_and_main", "Train one model on several ranks", "07_naive"),
-    _dp(9, "hooks", "Average each gradient as soon as it is there", "08_hooks"),
-    _dp(10, "buckets", "Send gradients in buckets, while backward still computes", "09_bucketing"),
-    _dp(11, "accumulation", "Add up gradients over micro-batches, and send them once", "10_batching"),
-    _dp(12, "parameter_averaging", "Average weights every few steps, with all their state", "10_batching"),
-    _dp(13, "performance", "Say where the time of a step went", "11_performance"),
-    Exercise(
-        "read-a-hang", "data_parallel", "14_read_a_hang.py", "Say which rank of a hang is to blame", "seeing/hangs"
+    *_track(
+        "data_parallel",
+        ("manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
+        ("replicas", "Copy the model to every device, average on the CPU", "03_manual"),
+        ("comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
+        ("naive_all_reduce", "All-reduce through rank 0", "06_all_reduce"),
+        ("ring_all_reduce", "All-reduce round the ring", "06_all_reduce"),
+        ("hierarchical_all_reduce", "All-reduce with few bytes between hosts", "06_all_reduce", "hierarchical"),
+        ("all_to_all", "Send every token to the rank of its expert, and back", "05_sync_primitives"),
+        ("model_and_main", "Train one model on several ranks", "07_naive"),
+        ("hooks", "Average each gradient as soon as it is there", "08_hooks"),
+        ("buckets", "Send gradients in buckets, while backward still computes", "09_bucketing"),
+        ("accumulation", "Add up gradients over micro-batches, and send them once", "10_batching"),
+        ("parameter_averaging", "Average weights every few steps, with all their state", "10_batching"),
+        ("performance", "Say where the time of a step went", "11_performance"),
+        ("read_a_hang", "Say which rank of a hang is to blame", "seeing/hangs"),
     ),
-    _pp(1, "manual_split", "Cut a model in two and hand the gradient over", "02_manual"),
-    _pp(2, "ping_pong", "Pass a tensor back and forth", "03_ping_pong"),
-    _pp(3, "pipeline_comms", "Send a tensor to a neighbour that does not know its shape", "03_ping_pong"),
-    _pp(4, "sharded_model", "Give every rank its own layers", "04_naive"),
-    _pp(5, "naive_pipeline", "One batch through all stages and back", "04_naive"),
-    _pp(6, "gpipe", "Fill the pipeline with micro-batches, then drain it", "05_gpipe"),
-    _pp(7, "one_f_one_b", "One forward, one backward", "06_1f1b", name="1f1b"),
-    _pp(8, "interleaved", "Several thin stages of the model on every rank", "07_interleaved"),
-    _pp(9, "zero_bubble", "Split the backward and fill the gaps", "08_zero_bubble"),
-    _sh(1, "ring_halves", "Reduce-scatter and all-gather round the ring", "02_two_halves"),
-    _sh(2, "sharded_optimizer", "Keep the optimizer's state for your own part only", "03_each_its_part"),
-    _sh(3, "zero_2", "Keep your part of the gradients while they add up", "03_each_its_part"),
-    _sh(4, "sharded_linear", "Gather a layer's weight where it is used, and let it go", "04_gathered_on_demand"),
-    _sh(5, "zero_3", "Gather units ahead, and keep few of them whole", "04_gathered_on_demand"),
-    _fb(1, "loss_scaling", "Scale the loss, and skip a step on all ranks together", "01_half_the_bytes"),
-    _fb(2, "topk_feedback", "Send the largest gradients, and keep the rest for later", "02_send_only_what_matters"),
-    _fb(3, "powersgd", "Two thin matrices instead of a gradient", "02_send_only_what_matters"),
-    _sv(1, "kill_and_resume", "Die at any moment, and end with the same weights", "01_what_if_a_rank_dies"),
-    _cap(1, "trainer", "A data-parallel trainer that survives a kill"),
-    _cap(2, "gpt_pipeline", "A pipeline for a small GPT, within a limit of memory"),
-    _cap(3, "beat_1f1b", "A schedule that beats 1F1B on an uneven machine"),
+    *_track(
+        "pipeline",
+        ("manual_split", "Cut a model in two and hand the gradient over", "02_manual"),
+        ("ping_pong", "Pass a tensor back and forth", "03_ping_pong"),
+        ("pipeline_comms", "Send a tensor to a neighbour that does not know its shape", "03_ping_pong"),
+        ("sharded_model", "Give every rank its own layers", "04_naive"),
+        ("naive_pipeline", "One batch through all stages and back", "04_naive"),
+        ("gpipe", "Fill the pipeline with micro-batches, then drain it", "05_gpipe"),
+        ("one_f_one_b", "One forward, one backward", "06_1f1b", "1f1b"),
+        ("interleaved", "Several thin stages of the model on every rank", "07_interleaved"),
+        ("zero_bubble", "Split the backward and fill the gaps", "08_zero_bubble"),
+    ),
+    *_track(
+        "sharding",
+        ("ring_halves", "Reduce-scatter and all-gather round the ring", "02_two_halves"),
+        ("sharded_optimizer", "Keep the optimizer's state for your own part only", "03_each_its_part"),
+        ("zero_2", "Keep your part of the gradients while they add up", "03_each_its_part"),
+        ("sharded_linear", "Gather a layer's weight where it is used, and let it go", "04_gathered_on_demand"),
+        ("zero_3", "Gather units ahead, and keep few of them whole", "04_gathered_on_demand"),
+    ),
+    *_track(
+        "fewer_bytes",
+        ("loss_scaling", "Scale the loss, and skip a step on all ranks together", "01_half_the_bytes"),
+        ("topk_feedback", "Send the largest gradients, and keep the rest for later", "02_send_only_what_matters"),
+        ("powersgd", "Two thin matrices instead of a gradient", "02_send_only_what_matters"),
+    ),
+    *_track(
+        "surviving",
+        ("kill_and_resume", "Die at any moment, and end with the same weights", "01_what_if_a_rank_dies"),
+    ),
+    *_track(
+        "capstones",
+        ("trainer", "A data-parallel trainer that survives a kill", "01_trainer"),
+        ("gpt_pipeline", "A pipeline for a small GPT, within a limit of memory", "02_gpt_pipeline"),
+        ("beat_1f1b", "A schedule that beats 1F1B on an uneven machine", "03_beat_1f1b"),
+    ),
 )
 
 

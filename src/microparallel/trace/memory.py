@@ -261,16 +261,18 @@ class _Account:
         self._begin()
         touched: dict[Value, float] = {}  # when the last operation that needs or makes a value has ended
         came = ended = self._start  # when the rank comes to an operation, and when all before it have ended
+        left = sum(map(len, self._events.values()))
         for op in self._ops:
             self._place += 1
             waiting = self._events.get(op)
             event = waiting.popleft() if waiting else None
+            left -= event is not None
             if isinstance(op, Free):
                 self._free(op.value, max(touched.get(op.value, came), came if event is None else event.end))
             elif isinstance(op, Join):
                 came = ended
             elif event is None:
-                if not any(self._events.values()):
+                if not left:
                     break  # the trace shows the beginning of a step
             else:
                 for value in (*self._rules.needs(op), *self._rules.makes(op)):

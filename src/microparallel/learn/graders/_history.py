@@ -116,6 +116,31 @@ class History:
 
     # ── killed ──────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def survive(self, kills: Sequence[Kill], power_cut: Kill, *, between: str, saving: str) -> None:
+        """Three steps of the check: kills between two saves, in a save, and the power cut and what is left to the end.
+
+        Args:
+            kills: those between two saves.
+            power_cut: where the power is cut, after all kills in a save.
+            between: what the check says of its first step.
+            saving: and of the second.
+        """
+        saves = [*self.kills_in_a_save()]
+        # What a kill has spoiled is seen in the attempt after it, which ends with the next kill.
+        with self.exam.step(between) as notes:
+            for kill in (*kills, saves[0]):
+                self.attempt(kill)
+            notes.append(self.in_short(len(kills)))
+        with self.exam.step(saving) as notes:
+            for kill in saves[1:]:
+                self.attempt(kill)
+            self.attempt(power_cut, power_cut=True)
+            notes.append(self.in_short(len(saves)))
+        last = "after a power cut, too; and at the end the weights are those of the undisturbed run"
+        with self.exam.step(last) as notes:
+            self.to_the_end()
+            notes.append(f"{count(self.kills, 'kill')}, {count(self.training.steps, 'step')}, bit for bit")
+
     def attempt(self, kill: Kill, power_cut: bool = False) -> None:
         """Call `train` until this kill, and look at what it has done."""
         self._run(kill)

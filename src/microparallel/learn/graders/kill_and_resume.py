@@ -17,7 +17,6 @@ from microparallel.learn.graders._killing import SAMPLES, Kill, Log, Plan, Watch
 from microparallel.learn.graders._resuming import BATCH, RANKS, TrueRun
 from microparallel.learn.requirements import require_type
 from microparallel.learn.verdict import Wrong
-from microparallel.text import count
 
 _STEPS, _SAVE_EVERY = 60, 4
 _BETWEEN_SAVES = (Kill(0, "draw", 2), Kill(0, "draw", 7), Kill(1, "backward", 7), Kill(0, "report", 7))
@@ -31,20 +30,12 @@ def check(exam: Exam) -> None:
         with exam.step("undisturbed: each sample once an epoch, and saving changes nothing"):
             history.learn_what_is_right()
             history.learn_what_a_save_does()
-        saves = [*history.kills_in_a_save()]
-        # What a kill has spoiled is seen in the attempt after it, which ends with the next kill.
-        with exam.step("killed between two saves, four times: the same samples and losses, bit for bit") as notes:
-            for kill in (*_BETWEEN_SAVES, saves[0]):
-                history.attempt(kill)
-            notes.append(history.in_short(len(_BETWEEN_SAVES)))
-        with exam.step("killed while it saves: the checkpoint before is still there") as notes:
-            for kill in saves[1:]:
-                history.attempt(kill)
-            history.attempt(Kill(0, "draw", _SAVE_EVERY + 1), power_cut=True)
-            notes.append(history.in_short(len(saves)))
-        with exam.step("after a power cut, too; and at the end the weights are those of the undisturbed run") as notes:
-            history.to_the_end()
-            notes.append(f"{count(history.kills, 'kill')}, {count(_STEPS, 'step')}, bit for bit")
+        history.survive(
+            _BETWEEN_SAVES,
+            Kill(0, "draw", _SAVE_EVERY + 1),
+            between="killed between two saves, four times: the same samples and losses, bit for bit",
+            saving="killed while it saves: the checkpoint before is still there",
+        )
 
 
 def _attempt(load: Callable[[], Any], comms: Any, plan: Plan) -> list[torch.Tensor]:

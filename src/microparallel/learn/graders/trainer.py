@@ -23,7 +23,6 @@ from microparallel.learn.graders._history import History, Rows, Training, requir
 from microparallel.learn.graders._killing import INPUTS, SAMPLES, Kill, Log, Plan, Row, Watch, table
 from microparallel.learn.requirements import Suspect, flat, require_equal
 from microparallel.learn.verdict import Wrong
-from microparallel.text import count
 
 _RANKS, _BATCH, _STEPS, _SAVE_EVERY = 3, 10, 30, 4
 _AN_EPOCH = -(-SAMPLES // _BATCH)  # steps
@@ -68,20 +67,12 @@ def check(exam: Exam) -> None:
                 _Truth().require_right(*other.undisturbed(f"{ranks} ranks", _SAVE_EVERY))
         with exam.step("saving changes nothing"):
             history.learn_what_a_save_does()
-        saves = [*history.kills_in_a_save()]
-        # What a kill has spoiled is seen in the attempt after it, which ends with the next kill.
-        with exam.step("one rank is killed, or all are, between two saves: the same samples and losses") as notes:
-            for kill in (*_BETWEEN_SAVES, saves[0]):
-                history.attempt(kill)
-            notes.append(history.in_short(len(_BETWEEN_SAVES)))
-        with exam.step("killed while it saves: the checkpoint is complete, or the one before is there") as notes:
-            for kill in saves[1:]:
-                history.attempt(kill)
-            history.attempt(Kill(None, "draw", _SAVE_EVERY + 1), power_cut=True)
-            notes.append(history.in_short(len(saves)))
-        with exam.step("after a power cut, too; and at the end the weights are those of the undisturbed run") as notes:
-            history.to_the_end()
-            notes.append(f"{count(history.kills, 'kill')}, {count(_STEPS, 'step')}, bit for bit")
+        history.survive(
+            _BETWEEN_SAVES,
+            Kill(None, "draw", _SAVE_EVERY + 1),
+            between="one rank is killed, or all are, between two saves: the same samples and losses",
+            saving="killed while it saves: the checkpoint is complete, or the one before is there",
+        )
 
 
 def _attempt(load: Callable[[], Any], comms: Any, plan: Plan) -> list[torch.Tensor]:
