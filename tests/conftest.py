@@ -20,13 +20,13 @@ from tests.pairwise import take_turns
 
 import microparallel as mp
 from microparallel.cli.app import VERBS
-from microparallel.topology import DO_NOT_SPIN
+from microparallel.topology import BEFORE_TORCH
 from microparallel.topology.hosts import MIXED, Hosts, transport_between
 from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, where Ctrl-C means nothing
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.setdefault(*DO_NOT_SPIN)  # as the command line does, before torch is imported
+os.environ.update(BEFORE_TORCH | os.environ)  # as the command line does, before torch is imported
 # Whenever ranks meet, torch asks the name server who ::ffff:127.0.0.1 is, and waits 5 seconds when no answer comes.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

@@ -23,7 +23,9 @@ except mp.errors.MicroparallelError as error:
 @pytest.fixture
 def script(tmp_path):
     def write(text):
-        (tmp_path / "script.py").write_text(text)
+        """It is put there whole: a rank that has begun already may be about to read it."""
+        (tmp_path / "written.py").write_text(text)
+        (tmp_path / "written.py").replace(tmp_path / "script.py")
         return "script.py"
 
     return write
@@ -100,3 +102,13 @@ def test_a_firewall_that_drops_what_comes_in_is_told_on_both_sides(hosts, script
     bed[1].drop("-p", "tcp", "--syn")
     for said in ended(bed.ranks("python", script(JOIN), "30")):
         assert "rank 0 on alpha (10.77.0.1) cannot reach rank 1 on beta at 10.77.0.2: no answer within 10 s" in said
+
+
+@pytest.mark.slow
+def test_a_command_says_nothing_where_no_name_server_answers(hosts, monkeypatch):
+    """torch asks who ::ffff:127.0.0.1 is whenever ranks meet, and prints a warning that no user can act on."""
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    bench = ["microparallel", "bench", "allreduce", "--ranks", "2", "--sizes", "4", "--transport", "shm"]
+    run = hosts(1)[0].run(*bench, module=["-u"])
+    ended([run])
+    assert "shm" in run.output and "socket" not in run.errors

@@ -127,13 +127,6 @@ def test_what_is_printed_is_kept_within_bounds(check):
     assert len(verdict.printed) < 10_000
 
 
-def test_what_torch_says_of_names_is_not_the_learners(check):
-    line = "[W1119 20:32:55.823 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
-    once = "request.wait(); 'said' in globals() or globals().update(said=print({!r}, flush=True))"
-    assert check(ring_with(once.format(line))).printed == ""
-    assert "[W of socket.cpp]" in check(ring_with(once.format("[W of socket.cpp]"))).printed
-
-
 def test_one_check_leaves_nothing_to_the_next(check):
     """Neither settings nor threads nor patches of a file that passed meet the next one."""
     changes = "import torch.nn.functional as F; F.mse_loss = None; torch.set_grad_enabled(False)"

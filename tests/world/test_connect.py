@@ -42,11 +42,11 @@ def run_ranks(start, tmp_path, monkeypatch):
         if name.startswith(("SLURM", "MASTER")):
             monkeypatch.delenv(name)
 
-    def run(environments, text=SCRIPT):
+    def run(environments, text=SCRIPT, waited_for_last=-1):
         script = tmp_path / "script.py"
         script.write_text(text)
         ranks = [start("python", script, **environment) for environment in environments]
-        for rank in ranks:
+        for rank in sorted(ranks, key=lambda rank: rank is ranks[waited_for_last]):
             rank.wait(50)
         return [rank.output.strip() for rank in ranks]
 
@@ -91,7 +91,9 @@ def test_survivors_learn_which_rank_was_killed_in_which_call(run_ranks, transpor
     """There is no parent here: the ranks find out by themselves, and agree on which was lost first."""
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = LOSING_ONE.replace("TRANSPORT", transport)
-    first, killed, last = run_ranks([{"RANK": str(rank), **shared} for rank in range(3)], script)
+    environments = [{"RANK": str(rank), **shared} for rank in range(3)]
+    # How a process ended is known to others until its parent has waited for it.
+    first, killed, last = run_ranks(environments, script, waited_for_last=1)
     assert killed == ""
     for rank, text in ((0, first), (2, last)):
         headline, why = text.splitlines()

@@ -22,7 +22,7 @@ from microparallel.errors import (
     RankFailed,
     UsageError,
 )
-from microparallel.topology import DO_NOT_SPIN
+from microparallel.topology import BEFORE_TORCH
 from microparallel.topology.limits import limit_behind
 
 # Each verb is a module of this package, and its line in the help the first one of the verb's own help.
@@ -113,7 +113,7 @@ def _options(
 
 def main() -> NoReturn:
     """Run the command line. Exit code 0: fine; 1: the work failed; 2: the call was wrong; 130: interrupted."""
-    os.environ.setdefault(*DO_NOT_SPIN)
+    os.environ.update(BEFORE_TORCH | os.environ)
     try:
         with quiet_broken_pipe():
             code = typer.main.get_command(app).main(sys.argv[1:], prog_name="microparallel", standalone_mode=False)

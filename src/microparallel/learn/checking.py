@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import select
 import signal
@@ -27,13 +26,10 @@ from microparallel.errors import CommsError
 from microparallel.learn.catalogue import Exercise
 from microparallel.learn.verdict import Step, Verdict
 from microparallel.observe.processes import descendants
+from microparallel.topology import BEFORE_TORCH
 
 _SECONDS = 60.0  # for one check
 _TAG = "MICROPARALLEL_EXAM"  # every process of a check has it in its environment
-# Where a machine cannot look up its own name, torch says so of each connection: the learner has not printed that.
-_OF_TORCH = re.compile(
-    r"\[W\d+ [^]\n]*\] \[c10d\] The hostname of the client socket cannot be retrieved\. err=-?\d+\s*"
-)
 _KEEP = 4000  # characters of what was printed, from its beginning and from its end
 
 
@@ -108,7 +104,7 @@ class _Referee:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | {_TAG: self._tag, "PYTHONPATH": os.pathsep.join(_import_path())},
+            env=BEFORE_TORCH | os.environ | {_TAG: self._tag, "PYTHONPATH": os.pathsep.join(_import_path())},
             start_new_session=True,
         )
         for fd in theirs:
@@ -138,7 +134,7 @@ class _Referee:
         return None
 
     def printed(self) -> str:
-        return _OF_TORCH.sub("", self._output.text())
+        return self._output.text()
 
     def _next_line(self, deadline: float) -> bytes | None:
         while b"\n" not in self._unread:

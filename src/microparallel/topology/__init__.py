@@ -2,7 +2,7 @@
 
 from microparallel.topology.links import Cluster, Link, Port, parse_link, parse_slow_links, parse_slow_ranks, show_link
 from microparallel.topology.machine import (
-    DO_NOT_SPIN,
+    BEFORE_TORCH,
     available_cores,
     available_memory,
     require_cores,
@@ -14,7 +14,7 @@ from microparallel.topology.placement import ALONE, Placement, find_placement, r
 
 __all__ = [
     "ALONE",
-    "DO_NOT_SPIN",
+    "BEFORE_TORCH",
     "Cluster",
     "Link",
     "Mesh",

@@ -7,9 +7,14 @@ from pathlib import Path
 
 from microparallel.errors import ConfigError
 
-# OpenMP's threads wait for each other in a loop. That is quickest on an idle machine; but as soon as any other program
-# wants a core, they wait a whole time slice for a thread that is not running, at every operation.
-DO_NOT_SPIN = ("OMP_WAIT_POLICY", "PASSIVE")
+# What a process of ours that will import torch has in its environment, unless the user says otherwise.
+BEFORE_TORCH = {
+    # OpenMP's threads wait for each other in a loop. That is quickest on an idle machine; but as soon as any other
+    # program wants a core, they wait a whole time slice for a thread that is not running, at every operation.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # torch's C++ code would say of each connection that no name server knows ::ffff:127.0.0.1 (error -3).
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 MOST_RANKS_PER_CORE = 64  # far beyond what is of use; past it a machine only swaps
 

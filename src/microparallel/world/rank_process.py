@@ -21,7 +21,7 @@ from microparallel.observe.flight import AFTER_VARIABLE
 from microparallel.observe.place import Place, most_relevant
 from microparallel.observe.processes import dumped_stack, state_of
 from microparallel.text import show_size
-from microparallel.topology import DO_NOT_SPIN, threads_per_rank
+from microparallel.topology import BEFORE_TORCH, threads_per_rank
 from microparallel.topology.limits import address_limit
 from microparallel.world.fork_server import ForkServer
 from microparallel.world.output import Unfinished
@@ -147,9 +147,8 @@ class RankProcess:
 
 def _environment(ranks: int) -> dict[str, str]:
     """The child's environment: its share of the cores, and no network but this machine's own."""
-    environment = dict(os.environ)
+    environment = BEFORE_TORCH | os.environ
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
-    environment.setdefault(*DO_NOT_SPIN)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = loopback
