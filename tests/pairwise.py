@@ -4,8 +4,11 @@ ranks 1 2 3 × transport gloo shm × dtype float32 float64        12 cases, of w
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+
+_NO_VALUES = SimpleNamespace(params={})
 
 
 def pairwise(*factors, possible=lambda *row: True):
@@ -34,23 +37,34 @@ def sampled(*factors, possible=lambda *row: True):
     return [row if row in sample else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
+# What is tested here stands on the transports, which have their own tests: one transport or the other does.
+_ON_ANY_TRANSPORT = {"analyze", "bench", "data_parallel", "pipeline", "train"}
+
+
 def take_turns(tests):
     """Of each test with the mark `in_turn`, leave every second combination of its values to `make test-full`.
 
             case 0   1   2   3       Every case is run, and every transport; with three parametrizations or more any
     gloo         ×       ×           two values of different ones meet.
     shm              ×       ×
+
+    In folders of what stands on the transports all tests do so that run on any of them; the next one of a file begins
+    with the other transport.
     """
     met = {}  # the values of each parametrization, in the order in which they come
+    first = {}  # with which each test begins, by file
     for test in tests:
-        if test.get_closest_marker("in_turn") is None:
+        transport = ["any_pool"] if "any_pool" in getattr(test, "callspec", _NO_VALUES).params else []
+        stands_on_it = transport and not _ON_ANY_TRANSPORT.isdisjoint(test.nodeid.split("/"))
+        if test.get_closest_marker("in_turn") is None and not stands_on_it:
             continue
-        places = 0
-        transport = ["any_pool"] if "any_pool" in test.callspec.params else []
+        file, name = test.nodeid.split("[")[0].split("::")
+        functions = first.setdefault(file, {})
+        places = functions.setdefault(name, len(functions)) if stands_on_it else 0
         for names in (*transport, *(mark.args[0] for mark in test.iter_markers("parametrize"))):
-            parts = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-            values = [id(test.callspec.params[name]) for name in parts]
-            others = met.setdefault((test.nodeid.split("[")[0], *parts), [])
+            parts = [part.strip() for part in names.split(",")] if isinstance(names, str) else names
+            values = [id(test.callspec.params[part]) for part in parts]
+            others = met.setdefault((file, name, *parts), [])
             if values not in others:
                 others.append(values)
             places += others.index(values)

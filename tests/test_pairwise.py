@@ -41,7 +41,7 @@ def test_the_rest_is_slow():
     assert quick == [row for row in itertools.product("ab", "cd", "ef") if row in pairwise("ab", "cd", "ef")]
 
 
-def collected(marks):
+def collected(marks, file="tests/test_one.py"):
     """What pytest collects of a test with nine cases on two transports."""
     function = pytest.mark.parametrize("one, two", [("a", 0), ("b", 0), ("c", 0)])
     cases = itertools.product(["gloo", "shm"], "abc", [False, True, None])
@@ -49,7 +49,7 @@ def collected(marks):
         slow = []
         parametrized = [function.mark, pytest.mark.parametrize("other", [False, True, None]).mark]
         yield SimpleNamespace(
-            nodeid=f"test[{transport}-{one}-{other}]",
+            nodeid=f"{file}::test[{transport}-{one}-{other}]",
             callspec=SimpleNamespace(params={"any_pool": transport, "one": one, "two": 0, "other": other}),
             get_closest_marker=marks.get,
             iter_markers=lambda name, parametrized=parametrized: parametrized,
@@ -70,3 +70,10 @@ def test_cases_take_turns_on_the_transports():
     others = list(collected({}))
     take_turns(others)
     assert not any(test.slow for test in others)
+
+
+def test_what_stands_on_the_transports_takes_turns_by_itself():
+    tests = list(collected({}, "tests/pipeline/test_one.py"))
+    take_turns(tests)
+    quick = [test.row for test in tests if not test.slow]
+    assert len(quick) == 9 == len({row[1:] for row in quick})

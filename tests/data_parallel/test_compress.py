@@ -89,7 +89,6 @@ def gradients_of(comms, text, passes, overlap):
     return found
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("text", METHODS)
 def test_ranks_do_what_one_process_does(any_pool, text, overlap):

@@ -121,7 +121,6 @@ def test_parity_with_one_process(any_pool, ranks, rows, steps):
             assert same, row
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (2, 2), (4, 4)])
 def test_hybrid_parity(any_pool, ranks, replicas, overlap):
@@ -469,7 +468,6 @@ def at_once_without_samples(comms, counts, how):
     return worst
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("counts", "how"),
     [

@@ -172,7 +172,6 @@ def compiled(comms, backend, make, inside):
     return len(backend.graphs) if isinstance(backend, Counted) else 0
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("make", [layers, Written])
 def test_compiled_models_with_buffers(any_pool, make, inside):

@@ -204,7 +204,6 @@ def test_float64_is_the_plain_run_in_float64(pool, shard):
         assert all(torch.equal(wanted[name], mine[name]) for name in wanted)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("shard", "microbatches"), [(None, 1), (None, 3), ("optimizer", 1), ("gradients", 1), ("gradients", 2)]

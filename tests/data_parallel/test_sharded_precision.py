@@ -140,7 +140,6 @@ BF16, FP16 = (torch.bfloat16,), (torch.float16,)
 WIDE = (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("ranks", "kind", "precision", "how", "turns", "local"),
     [
@@ -182,7 +181,6 @@ def in_groups(comms, precision, replicas, overlap):
     return wrong, identical(model, comms)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("ranks", "replicas", "precision", "overlap"),
     [(4, 2, "bf16", True), (4, 2, "fp16", False), (2, 2, "bf16", False), (4, 4, "fp16", True)],
@@ -327,7 +325,6 @@ def recorded(comms, precision, how, microbatches, local):
     )
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("precision", "ranks", "how", "microbatches", "local"),

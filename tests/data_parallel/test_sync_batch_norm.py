@@ -112,7 +112,6 @@ def every_case(comms, sizes, how):
     return found
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["weighted", "scaled loss", "torch's DDP"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_as_one_process_with_the_whole_batch(any_pool, sizes, how):
@@ -180,7 +179,6 @@ def record(comms, microbatches, overlap, bucket_cap_mb, make):
     return wrong, to_text(programs[-1])
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
 @pytest.mark.parametrize(("microbatches", "bucket_cap_mb"), [(1, 25), (1, 2e-4), (3, 2e-4)])
 def test_the_sums_of_layers_are_operations_of_the_program(any_pool, microbatches, overlap, bucket_cap_mb):

@@ -57,7 +57,6 @@ def gradients(replica, number, replicas=2):
     return dict(model.named_parameters())
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("text", ["topk:0.05", "powersgd:1", "bf16", "randomk:0.1"])
 def test_replicas_do_what_one_process_does(any_pool, text):
     passes = 3

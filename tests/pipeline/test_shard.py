@@ -68,7 +68,6 @@ def trains(comms, kind, schedule, replicas, clip=None, by="element", relative=1e
     return wrong
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("kind", "schedule", "ranks", "replicas", "options"),
     [

@@ -26,7 +26,6 @@ def losses_of(folder):
     return [record["loss"] for record in records if "loss" in record]
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("text", "layout"),
     [
