@@ -165,7 +165,7 @@ def test_a_rank_that_waits_long_says_for_whom_and_is_silent_when_they_have_come(
         pass
     for thread in threading.enumerate():
         if thread.name == "microparallel missing ranks":
-            thread.join()  # ends by itself, though it may have a name server to wait for; else the test's timeout says so
+            thread.join()  # it may have a name server to wait for; else the timeout of the test says so
 
 
 @pytest.mark.parametrize(
