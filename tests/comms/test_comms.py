@@ -99,6 +99,18 @@ def test_send_and_recv_are_send_tensor_and_recv_tensor(any_pool):
     assert mp.Comms.recv is mp.Comms.recv_tensor
 
 
+def receives_into_a_tensor(comms):
+    try:
+        comms.recv(torch.ones(2, 3), 1 - comms.rank)
+    except mp.errors.UsageError as error:
+        return str(error)
+
+
+def test_a_tensor_to_receive_into_is_refused(pool):
+    said = "recv_tensor returns a new tensor: pass the shape and the dtype of what comes, here (2, 3) and torch.float32"
+    assert said in pool.run(receives_into_a_tensor, 2, timeout=30)[0]
+
+
 def after_closing(comms):
     group = comms.group([0, 1])
     group.close()

@@ -233,6 +233,8 @@ class Bed:
             for number in range(count):
                 self.hosts.append(Host(number, count, switch, start, private, ahead))
                 so_far.callback(self.hosts[-1].close)
+            while "DOWN" in switch.do("ip", "-brief", "link", "show", "master", "br0"):
+                pass  # the kernel takes up to a second to see that both ends of a link are there
             self._parts = so_far.pop_all()
 
     def __iter__(self):
