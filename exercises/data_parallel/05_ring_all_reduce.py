@@ -3,11 +3,11 @@
 Every rank has a tensor of the same shape. Afterwards every rank should have the sum of all of them, and no rank may
 send more than 2(p−1)/p of the tensor. Less is not possible, and the ring needs no more.
 
-Cut the tensor into as many slices as there are ranks. In p−1 steps every rank passes a slice to the next rank, and adds
+Cut the tensor into as many slices as there are ranks. In p−1 hops every rank passes a slice to the next rank, and adds
 the slice that comes from the rank before to its own. Afterwards rank r holds the whole sum of slice r+1. In p−1 more
-steps the sums go round once, and are copied instead of added.
+hops the sums go round once, and are copied instead of added.
 
-    step 0, three ranks        rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
+    hop 0, three ranks        rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
 
 Lesson: docs/data_parallel/06_all_reduce.md            Check it: microparallel learn check ring-all-reduce
 """
@@ -33,8 +33,8 @@ def ring_all_reduce(tensor: torch.Tensor, comms: mp.Comms) -> None:
         # and return it. What happens if every rank first waits until its own slice has been received?
         raise NotImplementedError("pass one slice on and receive another")
 
-    # Twice ranks - 1 steps. First add what is received to your own slice, then replace your own slice by it.
-    # Which slice does rank r send in step s? It is the one that it received (and added to) in step s - 1.
+    # Twice ranks - 1 hops. First add what is received to your own slice, then replace your own slice by it.
+    # Which slice does rank r send in hop s? It is the one that it received (and added to) in hop s - 1.
     raise NotImplementedError("go round the ring twice")
 
 

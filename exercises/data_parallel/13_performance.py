@@ -74,12 +74,12 @@ def efficiency(alone: tuple[int, float], together: tuple[int, float], ranks: int
 
 
 def ring_seconds(ranks: int, size: int, latency: float, seconds_per_byte: float) -> float:
-    """How long a ring all-reduce of `size` bytes takes, adding not counted; see your ring: which steps, which slices?
+    """How long a ring all-reduce of `size` bytes takes, adding not counted; see your ring: which hops, which slices?
 
     latency: seconds that every message takes, however small (α); seconds_per_byte: in addition, for each byte (β)
     """
-    # Steps one after another, each a message of one slice.
-    raise NotImplementedError("ring_seconds: steps times the time of one message")
+    # Hops one after another, in each a message of one slice.
+    raise NotImplementedError("ring_seconds: hops times the time of one message")
 
 
 def bound(step: float, communication: float, waiting: float) -> str:

@@ -9,8 +9,8 @@ START = 'self.requests.append(self.comms.all_reduce(gradient, op="mean", async_o
 SEND = "        request = comms.isend(slices[send % ranks], after)\n"
 FIRST = "        if rank % 2 == 0 and rank != ranks - 1:\n            comms.send_tensor(slices[send % ranks], after)\n"
 LATER = FIRST.replace("if rank % 2 == 0 and rank != ranks - 1", "if rank % 2 == 1 or rank == ranks - 1")
-ADD = "slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))"
-COPY = "slices[(rank - step) % ranks].copy_(pass_on(rank + 1 - step, rank - step))"
+ADD = "slices[(rank - hop - 1) % ranks].add_(pass_on(rank - hop, rank - hop - 1))"
+COPY = "slices[(rank - hop) % ranks].copy_(pass_on(rank + 1 - hop, rank - hop))"
 BROADCAST = (
     "    if comms.rank == src:\n        for peer in others(src, comms):\n            comms.send_tensor(tensor, peer)\n"
     "    else:\n        tensor.copy_(comms.recv_tensor(tensor.shape, src, tensor.dtype))\n"
@@ -58,12 +58,12 @@ TWO_HALVES = """    mine = next(ranks for ranks in hosts if comms.rank in ranks)
 """
 LEADERS_IN_A_RING = """    count, place = len(leaders), leaders.index(comms.rank)
     slices = tensor.tensor_split(count)
-    for step in range(2 * (count - 1)):
-        send, receive = slices[(place - step) % count], slices[(place - step - 1) % count]
+    for hop in range(2 * (count - 1)):
+        send, receive = slices[(place - hop) % count], slices[(place - hop - 1) % count]
         request = comms.isend(send, leaders[(place + 1) % count])
         came = comms.recv_tensor(receive.shape, leaders[place - 1], tensor.dtype)
         request.wait()
-        if step < count - 1:
+        if hop < count - 1:
             receive.add_(came)
         else:
             receive.copy_(came)
@@ -121,8 +121,8 @@ RIGHT = {
             ),
         },
         "another slice to begin with": {
-            COPY: ("slices[(rank + 1 - step) % ranks].copy_(pass_on(rank + 2 - step, rank + 1 - step))"),
-            ADD: "slices[(rank - step) % ranks].add_(pass_on(rank + 1 - step, rank - step))",
+            COPY: ("slices[(rank + 1 - hop) % ranks].copy_(pass_on(rank + 2 - hop, rank + 1 - hop))"),
+            ADD: "slices[(rank - hop) % ranks].add_(pass_on(rank + 1 - hop, rank - hop))",
         },
     },
     "hierarchical": {

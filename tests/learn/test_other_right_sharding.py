@@ -5,7 +5,7 @@ from answers import Answer
 
 from microparallel.learn.catalogue import find_exercise
 
-FIRST = """        send, receive = (rank - step - 1) % ranks, (rank - step - 2) % ranks
+FIRST = """        send, receive = (rank - hop - 1) % ranks, (rank - hop - 2) % ranks
         slices[receive].add_(pass_on(slices[send], slices[receive], comms))
 """
 SCATTER = '        self.part.grad = self.comms.reduce_scatter(gradients, op="mean")\n'
@@ -88,7 +88,7 @@ RIGHT = {
         },
         "copies that are sent": {"comms.isend(outgoing,": "comms.isend(outgoing.clone(),"},
         "counted down": {
-            "    for step in range(ranks - 1):\n" + FIRST: (
+            "    for hop in range(ranks - 1):\n" + FIRST: (
                 "    for ahead in range(ranks - 1, 0, -1):\n"
                 "        send, receive = (rank + ahead) % ranks, (rank + ahead - 1) % ranks\n"
                 "        slices[receive] += pass_on(slices[send], slices[receive], comms)\n"

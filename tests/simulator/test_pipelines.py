@@ -11,6 +11,7 @@ import microparallel as mp
 from microparallel import schedules
 
 times = st.fractions(Fraction(1, 10), 10, max_denominator=30)
+shares = st.fractions(Fraction(1, 20), 1)
 ranks_ = st.integers(1, 5)  # more of them in the sweep below, where the times are fixed
 build = functools.cache(schedules.build)  # the same few shapes come again and again
 
@@ -52,7 +53,7 @@ def test_interleaved(ranks, rounds, stages_per_rank, f, i, w):
     assert trace.peak_activations[0] == min(rounds * ranks * stages_per_rank, most)
 
 
-@given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, share=st.fractions(Fraction(1, 20), 1))
+@given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, share=shares)
 def test_zb_h1(ranks, more, f, i, share):
     w = share * min(f, i)
     trace = simulate("zb-h1", ranks, ranks + more, f, i, w)
@@ -60,7 +61,7 @@ def test_zb_h1(ranks, more, f, i, share):
     assert trace.peak_activations == [ranks] * ranks
 
 
-@given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, share=st.fractions(Fraction(1, 20), 1))
+@given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, share=shares)
 def test_zb_h2(ranks, more, f, i, share):
     w = share * min(f, i)
     trace = simulate("zb-h2", ranks, 2 * ranks - 1 + more, f, i, w)
@@ -69,12 +70,18 @@ def test_zb_h2(ranks, more, f, i, share):
     assert trace.peak_activations == [2 * ranks - 1] * ranks
 
 
-@given(ranks=ranks_, more=st.integers(0, 8), f=times, longer=times, share=st.fractions(Fraction(1, 20), 1))
-def test_zbv(ranks, more, f, longer, share):
-    i, w = f + longer, share * f
+@given(ranks=ranks_, more=st.integers(0, 8), i=times, f_share=shares, w_share=shares)
+def test_zbv(ranks, more, i, f_share, w_share):
+    """Each end is derived in lesson 8 of pipelines; the ranks between end between rank 0 and the last."""
+    f, w = f_share * i, w_share * i
     trace = simulate("zbv", ranks, 2 * ranks + more, f, i, w)
-    assert trace.bubble_async == 2 * (ranks - 1) * (i - w)
+    work, ends = trace.work[0], [events[-1].end for events in trace.compute]
+    last, first = work + (ranks - 1) * i, work + 2 * (ranks - 1) * (i - w)
+    assert ends == [last + (ranks - 1 - rank) * (i - 2 * w) for rank in range(ranks)]
+    assert ends[0] == first
     assert trace.bubble == (ranks - 1) * max(i, 2 * (i - w))
+    assert trace.bubble_async == (ranks - 1) * max(i - f, 2 * (i - w))
+    assert w > f or trace.bubble_async == 2 * (ranks - 1) * (i - w)
     assert trace.peak_activations == [2 * ranks] * ranks
 
 

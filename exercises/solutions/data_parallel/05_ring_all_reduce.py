@@ -3,11 +3,11 @@
 Every rank has a tensor of the same shape. Afterwards every rank should have the sum of all of them, and no rank may
 send more than 2(p−1)/p of the tensor. Less is not possible, and the ring needs no more.
 
-Cut the tensor into as many slices as there are ranks. In p−1 steps every rank passes a slice to the next rank, and adds
+Cut the tensor into as many slices as there are ranks. In p−1 hops every rank passes a slice to the next rank, and adds
 the slice that comes from the rank before to its own. Afterwards rank r holds the whole sum of slice r+1. In p−1 more
-steps the sums go round once, and are copied instead of added.
+hops the sums go round once, and are copied instead of added.
 
-    step 0, three ranks        rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
+    hop 0, three ranks        rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
 
 Lesson: docs/data_parallel/06_all_reduce.md            Check it: microparallel learn check ring-all-reduce
 """
@@ -41,13 +41,13 @@ def ring_all_reduce(tensor: torch.Tensor, comms: mp.Comms) -> None:
         # └
 
     # ┌ hole
-    #: # Twice ranks - 1 steps. First add what is received to your own slice, then replace your own slice by it.
-    #: # Which slice does rank r send in step s? It is the one that it received (and added to) in step s - 1.
+    #: # Twice ranks - 1 hops. First add what is received to your own slice, then replace your own slice by it.
+    #: # Which slice does rank r send in hop s? It is the one that it received (and added to) in hop s - 1.
     #: raise NotImplementedError("go round the ring twice")
-    for step in range(ranks - 1):
-        slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))
-    for step in range(ranks - 1):
-        slices[(rank - step) % ranks].copy_(pass_on(rank + 1 - step, rank - step))
+    for hop in range(ranks - 1):
+        slices[(rank - hop - 1) % ranks].add_(pass_on(rank - hop, rank - hop - 1))
+    for hop in range(ranks - 1):
+        slices[(rank - hop) % ranks].copy_(pass_on(rank + 1 - hop, rank - hop))
     # └
 
 

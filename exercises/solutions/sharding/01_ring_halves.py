@@ -5,13 +5,13 @@ A tensor is cut into as many slices as there are ranks, and slice r belongs to r
     reduce-scatter   every rank has a whole tensor           rank r ends with the sum of slice r
     all-gather       rank r has slice r                      every rank ends with all slices
 
-One after the other they are an all-reduce. Each alone is half of it, p−1 steps. Between the two, every rank holds the
+One after the other they are an all-reduce. Each alone is half of it, p−1 hops. Between the two, every rank holds the
 sum of its own slice: that is where ZeRO puts the optimizer.
 
 In the ring all-reduce that you have written, rank r held the sum of slice r+1 after the first half. That did not matter
 there. Here it must be slice r. So which slice does a rank send first?
 
-    all-gather, three ranks, step 0    rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
+    all-gather, three ranks, hop 0    rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
 
 Lesson: docs/sharding/02_two_halves.md                 Check it: microparallel learn check ring-halves
 """
@@ -48,11 +48,11 @@ def reduce_scatter(tensor: torch.Tensor, comms: mp.Comms) -> None:
     ranks, rank = comms.world_size, comms.rank
     slices = slices_of(tensor, ranks)
     # ┌ hole
-    #: # ranks - 1 steps. What a rank receives in the last one must be added to slice `rank`. So what does it receive in
-    #: # the step before that, and what in step 0? And it always sends the slice that it has just added to.
+    #: # ranks - 1 hops. What a rank receives in the last one must be added to slice `rank`. So what does it receive in
+    #: # the hop before that, and what in hop 0? And it always sends the slice that it has just added to.
     #: raise NotImplementedError("the first half: sums")
-    for step in range(ranks - 1):
-        send, receive = (rank - step - 1) % ranks, (rank - step - 2) % ranks
+    for hop in range(ranks - 1):
+        send, receive = (rank - hop - 1) % ranks, (rank - hop - 2) % ranks
         slices[receive].add_(pass_on(slices[send], slices[receive], comms))
     # └
 
@@ -62,10 +62,10 @@ def all_gather(tensor: torch.Tensor, comms: mp.Comms) -> None:
     ranks, rank = comms.world_size, comms.rank
     slices = slices_of(tensor, ranks)
     # ┌ hole
-    #: # ranks - 1 steps again. In step 0 there is only one slice that is worth sending.
+    #: # ranks - 1 hops again. In hop 0 there is only one slice that is worth sending.
     #: raise NotImplementedError("the second half: copies")
-    for step in range(ranks - 1):
-        send, receive = (rank - step) % ranks, (rank - step - 1) % ranks
+    for hop in range(ranks - 1):
+        send, receive = (rank - hop) % ranks, (rank - hop - 1) % ranks
         slices[receive].copy_(pass_on(slices[send], slices[receive], comms))
     # └
 

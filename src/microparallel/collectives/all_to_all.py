@@ -14,7 +14,7 @@ def all_to_all(ranks: int) -> Program:
     rank 2: >C7@1 >C6@0 <C2@0 <C5@1
     ```
 
-    So a rank begins with a row of a square, and ends with a column: the ranks transpose it. At step k each rank
+    So a rank begins with a row of a square, and ends with a column: the ranks transpose it. At hop k each rank
     receives from the rank k places further on, so no rank sends to two at once.
     """
     ops = tuple(_ops(rank, ranks) for rank in range(ranks))

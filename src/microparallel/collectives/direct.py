@@ -16,7 +16,7 @@ def direct_all_reduce(ranks: int) -> Program:
     rank 2: >C1@1 >C0@0 <+C2@0 <+C2@1 | >C2@1 >C2@0 <C0@0 <C1@1
     ```
 
-    As many bytes as a ring, but no hop waits for the one before. At step k each rank receives from the rank k
+    As many bytes as a ring, but no hop waits for the one before. At hop k each rank receives from the rank k
     places further on, so no rank sends to two at once.
     """
     ops = [(*_reduce_mine(rank, ranks), *_fetch_others(rank, ranks)) for rank in range(ranks)]
@@ -78,6 +78,6 @@ def _fetch_others(rank: int, ranks: int) -> list[Op]:
 
 
 def _neighbours(rank: int, ranks: int) -> tuple[list[int], list[int]]:
-    """The ranks that receive from this one, and those it receives from, step by step."""
+    """The ranks that receive from this one, and those it receives from, hop by hop."""
     distances = range(1, ranks)
     return [(rank - distance) % ranks for distance in distances], [(rank + distance) % ranks for distance in distances]

@@ -1,4 +1,4 @@
-"""Every rank sends its whole tensor to every other: one step in theory, p(p−1) messages in practice."""
+"""Every rank sends its whole tensor to every other: one hop in theory, p(p−1) messages in practice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rabenseifner's algorithm: the few steps of a tree, and the few bytes of a ring."""
+"""Rabenseifner's algorithm: the few hops of a tree, and the few bytes of a ring."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Two levels: inside of each host, where links are fast, and between hosts, with as few bytes or steps as possible.
+"""Two levels: inside of each host, where links are fast, and between hosts, with as few bytes or hops as possible.
 
 `hierarchical` cuts the tensor into a share for each rank of a host, so that all of them send over the network at once,
-and nothing twice. `leaders` lets one rank of each host speak for it: fewer steps, for little tensors.
+and nothing twice. `leaders` lets one rank of each host speak for it: fewer hops, for little tensors.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _owner(ranks: Sequence[int], share: int) -> int:
 def _inside(ops: list[list[Op]], hosts: Hosts, shares: Sequence[Sequence[Slices]], *, reduce: bool) -> None:
     """Bring each share to its owner in the host, added up; or, on the way back, from its owner to the others.
 
-    At step k a rank sends to the rank k places further on, so no rank receives from two at once.
+    At hop k a rank sends to the rank k places further on, so no rank receives from two at once.
     """
     for ranks in hosts.ranks:
         owned = {rank: _owned(ranks, rank, shares) for rank in ranks}
@@ -212,9 +212,9 @@ def _owned(ranks: Sequence[int], rank: int, shares: Sequence[Sequence[Slices]]) 
 def _ring(ops: list[list[Op]], owners: Sequence[int], parts: Sequence[Sequence[Slices]], *, reduce: bool) -> None:
     """Half of a ring: every place gets the sum of its part (`reduce`), or each place's part goes to all others."""
     count = len(owners)
-    for step in range(count - 1):
+    for hop in range(count - 1):
         for place, rank in enumerate(owners):
-            sent, received = (place - step - reduce) % count, (place - step - 1 - reduce) % count
+            sent, received = (place - hop - reduce) % count, (place - hop - 1 - reduce) % count
             ops[rank] += [Send(slices, owners[(place + 1) % count]) for slices in parts[sent]]
             ops[rank] += [Recv(slices, owners[(place - 1) % count], reduce=reduce) for slices in parts[received]]
 
@@ -294,13 +294,13 @@ def best_all_reduce(hosts: Hosts, link: Link, size: float) -> str:
     With h hosts of k ranks, α and β of the network, a and b of memory:
 
     ```
-    leaders       r(α + nβ)            + 2a + k·nb            r rounds: lg h, or ⌊lg h⌋ + 2 where leaders must fold
+    leaders       r(α + nβ)            + 2a + k·nb            r hops: lg h, or ⌊lg h⌋ + 2 where leaders must fold
     hierarchical  2(h−1)(kα + nβ/h)    + 4a + 2(k−1)/k·nb     k messages, one after another at the host's port
     ```
     """
     count, most = len(hosts.ranks), hosts.most
-    rounds = (count - 1).bit_length() if count & (count - 1) == 0 else count.bit_length() + 1
-    by_leaders = rounds * link.seconds(size) + _MEMORY.seconds(0) * 2 + _MEMORY.seconds(most * size)
+    hops = (count - 1).bit_length() if count & (count - 1) == 0 else count.bit_length() + 1
+    by_leaders = hops * link.seconds(size) + _MEMORY.seconds(0) * 2 + _MEMORY.seconds(most * size)
     in_shares = 2 * (count - 1) * most * link.seconds(size / count / most) + 4 * _MEMORY.seconds(0)
     in_shares += _MEMORY.seconds(2 * (most - 1) / most * size)
     return "leaders" if by_leaders < in_shares else "hierarchical"

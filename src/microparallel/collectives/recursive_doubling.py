@@ -1,4 +1,4 @@
-"""Exchange everything with a partner twice as far away each time: the fewest steps there can be."""
+"""Exchange everything with a partner twice as far away each time: the fewest hops there can be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ALL = Slices(0, 1)
 
 
 def recursive_doubling_all_reduce(ranks: int) -> Program:
-    """After step k, groups of 2^k ranks hold the same sum.
+    """After hop k, groups of 2^k ranks hold the same sum.
 
     ```
     rank 0: >C0@1 <+C0@1 >C0@2 <+C0@2

@@ -1,4 +1,4 @@
-"""Round the ring: every link carries a slice at every step, so no byte travels further than it must."""
+"""Round the ring: every link carries a slice at every hop, so no byte travels further than it must."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def ring_all_reduce(ranks: int) -> Program:
-    """Scatter-reduce, then all-gather: 2(p−1) steps, in each of which every rank passes one slice to the next.
+    """Scatter-reduce, then all-gather: 2(p−1) hops, in each of which every rank passes one slice to the next.
 
     ```
     rank 0: >C0@1 <+C2@2 >C2@1 <+C1@2 | >C1@1 <C0@2 >C0@1 <C2@2
@@ -36,9 +36,9 @@ def _pass_on(rank: int, ranks: int, first: int, *, reduce: bool) -> list[Op]:
     """Pass slices to the next rank, beginning with slice rank + `first`; with `reduce`, add this rank's own to each."""
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     ops: list[Op] = []
-    for step in range(ranks - 1):
-        ops += [Send(_slice(rank + first - step, ranks), after)]
-        ops += [Recv(_slice(rank + first - step - 1, ranks), before, reduce=reduce)]
+    for hop in range(ranks - 1):
+        ops += [Send(_slice(rank + first - hop, ranks), after)]
+        ops += [Recv(_slice(rank + first - hop - 1, ranks), before, reduce=reduce)]
     return ops
 
 

@@ -1,4 +1,4 @@
-"""Up a binomial tree and down again: few steps, but the whole tensor in each."""
+"""Up a binomial tree and down again: few hops, but the whole tensor in each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _ALL = Slices(0, 1)
 
 
 def tree_reduce(ranks: int, root: int = 0) -> Program:
-    """Bring the sum to the root: each round, half of the ranks that are left send to the other half and drop out.
+    """Bring the sum to the root: in each hop, half of the ranks that are left send to the other half and drop out.
 
     ```
-    rank 0: <+C0@1 <+C0@2        round 1: 1 → 0, 3 → 2
-    rank 1: >C0@0                round 2: 2 → 0
+    rank 0: <+C0@1 <+C0@2        hop 1: 1 → 0, 3 → 2
+    rank 1: >C0@0                hop 2: 2 → 0
     rank 2: <+C0@3 >C0@0
     rank 3: >C0@2
     ```

@@ -83,7 +83,7 @@ ANSWERS = [
         "the latency is paid once here",
     ),
     Answer(
-        "one step too many", {RING: RING.replace("(ranks - 1)", "ranks")}, "each half has ranks - 1 steps, not ranks"
+        "one step too many", {RING: RING.replace("(ranks - 1)", "ranks")}, "each half has ranks - 1 hops, not ranks"
     ),
     Answer(
         "straggler called communication",

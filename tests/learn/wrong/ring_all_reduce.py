@@ -1,12 +1,12 @@
 from answers import Answer
 
 FIRST = (
-    "    for step in range(ranks - 1):\n"
-    "        slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))\n"
+    "    for hop in range(ranks - 1):\n"
+    "        slices[(rank - hop - 1) % ranks].add_(pass_on(rank - hop, rank - hop - 1))\n"
 )
 SECOND = FIRST.replace(
-    "        slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))",
-    "        slices[(rank - step) % ranks].copy_(pass_on(rank + 1 - step, rank - step))",
+    "        slices[(rank - hop - 1) % ranks].add_(pass_on(rank - hop, rank - hop - 1))",
+    "        slices[(rank - hop) % ranks].copy_(pass_on(rank + 1 - hop, rank - hop))",
 )
 
 ALL = FIRST + SECOND
@@ -41,57 +41,57 @@ ANSWERS = [
     Answer("second half missing", {SECOND: ""}, "that was the first half; in the second one the sums go round", True),
     Answer(
         "always the own slice",
-        {FIRST: FIRST.replace("pass_on(rank - step,", "pass_on(rank,")},
-        "wrong slice, 3 ranks: in step 1 of the first half rank 0 sends slice 0, but in the step before it received "
+        {FIRST: FIRST.replace("pass_on(rank - hop,", "pass_on(rank,")},
+        "wrong slice, 3 ranks: in hop 1 of the first half rank 0 sends slice 0, but in the hop before it received "
         "slice 2 from rank 2: that is the one to pass on",
         True,
     ),
     Answer(
         "slices counted upwards",
-        {FIRST: FIRST.replace("pass_on(rank - step,", "pass_on(rank + step,")},
-        "wrong slice, 3 ranks: in step 1 of the first half rank 0 sends slice 1",
+        {FIRST: FIRST.replace("pass_on(rank - hop,", "pass_on(rank + hop,")},
+        "wrong slice, 3 ranks: in hop 1 of the first half rank 0 sends slice 1",
     ),
     Answer(
         "everybody begins with slice 0", {"slices[send % ranks]": "slices[(send - rank) % ranks]"}, "both send slice 0"
     ),
     Answer(
         "second half begins with the own slice",
-        {SECOND: SECOND.replace("rank + 1 - step, rank - step", "rank - step, rank - step - 1")},
-        "in step 0 of the second half rank 0 sends slice 0",
+        {SECOND: SECOND.replace("rank + 1 - hop, rank - hop", "rank - hop, rank - hop - 1")},
+        "in hop 0 of the second half rank 0 sends slice 0",
     ),
     Answer(
         "added to the slice that was sent",
-        {"slices[(rank - step - 1) % ranks].add_": "slices[(rank - step) % ranks].add_"},
-        "in the first half what arrives is added to the wrong one: in step s rank r receives slice r−s−1",
+        {"slices[(rank - hop - 1) % ranks].add_": "slices[(rank - hop) % ranks].add_"},
+        "in the first half what arrives is added to the wrong one: in hop s rank r receives slice r−s−1",
     ),
     Answer(
         "copied to the slice that was sent",
-        {"slices[(rank - step) % ranks].copy_": "slices[(rank + 1 - step) % ranks].copy_"},
+        {"slices[(rank - hop) % ranks].copy_": "slices[(rank + 1 - hop) % ranks].copy_"},
         "in the second half what arrives is copied to the wrong one",
     ),
     Answer(
-        "one step too few",
+        "one hop too few",
         {FIRST: FIRST.replace("range(ranks - 1)", "range(ranks - 2)")},
         "with 2 ranks each of them sends 2 slices, 1 in each half; these send 1",
     ),
     Answer("added in both halves", {".copy_(": ".add_("}, "the second half adds"),
     Answer("copied in both halves", {".add_(": ".copy_("}, "the first half replaces your own slice by what arrives"),
     Answer(
-        "one step too many",
+        "one hop too many",
         {FIRST: FIRST.replace("range(ranks - 1)", "range(ranks)")},
-        "sent 896 bytes in 7 messages; 768 bytes in 6 messages are enough: 3 steps in each half",
+        "sent 896 bytes in 7 messages; 768 bytes in 6 messages are enough: 3 hops in each half",
     ),
     Answer(
-        "one step too many at the end",
+        "one hop too many at the end",
         {SECOND: SECOND.replace("range(ranks - 1)", "range(ranks)")},
-        "sent 896 bytes in 7 messages; 768 bytes in 6 messages are enough: 3 steps in each half",
+        "sent 896 bytes in 7 messages; 768 bytes in 6 messages are enough: 3 hops in each half",
     ),
     Answer(
         "the list instead of the tensor",
         {
-            "slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))": (
-                "slices[(rank - step - 1) % ranks] = slices[(rank - step - 1) % ranks] + "
-                "pass_on(rank - step, rank - step - 1)"
+            "slices[(rank - hop - 1) % ranks].add_(pass_on(rank - hop, rank - hop - 1))": (
+                "slices[(rank - hop - 1) % ranks] = slices[(rank - hop - 1) % ranks] + "
+                "pass_on(rank - hop, rank - hop - 1)"
             ),
         },
         "`slices[i] = …` only puts another tensor into the list",
@@ -102,7 +102,7 @@ ANSWERS = [
     Answer(
         "neighbours swapped",
         {"(rank + 1) % ranks, (rank - 1) % ranks": "(rank - 1) % ranks, (rank + 1) % ranks"},
-        "in step 1 of the first half rank 0 sends slice 2, but in the step before it received slice 1 from rank 1",
+        "in hop 1 of the first half rank 0 sends slice 2, but in the hop before it received slice 1 from rank 1",
     ),
     Answer("mean instead of sum", {SECOND: SECOND + "    tensor.copy_(tensor / ranks)\n"}, "this is the mean"),
     Answer("not a ring: everybody to everybody", {ALL: DIRECT}, "to rank 2, which is not the rank after it"),

@@ -82,13 +82,13 @@ def _split(tensor: torch.Tensor, slices: int) -> list[torch.Tensor]:
 # ── is it a ring? ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def require_passed_on(program: Program, begins_with: str, in_step: Callable[[int], str]) -> None:
-    """Refuse what breaks the rule of the ring: what a rank sends is the slice that came to it the step before.
+def require_passed_on(program: Program, begins_with: str, in_hop: Callable[[int], str]) -> None:
+    """Refuse what breaks the rule of the ring: what a rank sends is the slice that came to it the hop before.
 
     Args:
         program: what the ranks did.
         begins_with: with which slice a rank should begin, in words.
-        in_step: a step in words.
+        in_hop: a hop in words.
     """
     ranks = program.world_size
     sent = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
@@ -96,16 +96,16 @@ def require_passed_on(program: Program, begins_with: str, in_step: Callable[[int
     for rank, begin in enumerate(begins):
         if begin in begins[:rank]:
             raise Wrong(
-                f"wrong slice: in step 0 ranks {begins.index(begin)} and {rank} both send {_slice(begin)}; each rank "
+                f"wrong slice: in hop 0 ranks {begins.index(begin)} and {rank} both send {_slice(begin)}; each rank "
                 f"begins with another one, {begins_with}"
             )
-    for step in range(1, min(map(len, sent))):
+    for hop in range(1, min(map(len, sent))):
         for rank in range(ranks):
-            before = [other for other in range(ranks) if sent[other][step - 1].to == rank]
-            sends = sent[rank][step].value
-            if before and sends != (came := sent[before[0]][step - 1].value):
+            before = [other for other in range(ranks) if sent[other][hop - 1].to == rank]
+            sends = sent[rank][hop].value
+            if before and sends != (came := sent[before[0]][hop - 1].value):
                 raise Wrong(
-                    f"wrong slice, {ranks} ranks: {in_step(step)} rank {rank} sends {_slice(sends)}, but in the step "
+                    f"wrong slice, {ranks} ranks: {in_hop(hop)} rank {rank} sends {_slice(sends)}, but in the hop "
                     f"before it received {_slice(came)} from rank {before[0]}: that is the one to pass on"
                 )
 

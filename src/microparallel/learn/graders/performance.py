@@ -318,10 +318,10 @@ _RING = (
         lambda p, n, a, b: 2 * (p - 1) * (a + n * b),
     ),
     _Mistake(
-        "the latency is paid once here: every step is a message, and has it", lambda p, n, a, b: a + _ring(p, n, 0, b)
+        "the latency is paid once here: every hop is a message, and has it", lambda p, n, a, b: a + _ring(p, n, 0, b)
     ),
-    _Mistake("the latency is missing: every step is a message, and has it", lambda p, n, _, b: _ring(p, n, 0, b)),
-    _Mistake("each half has ranks - 1 steps, not ranks", lambda p, n, a, b: 2 * p * (a + n / p * b)),
+    _Mistake("the latency is missing: every hop is a message, and has it", lambda p, n, _, b: _ring(p, n, 0, b)),
+    _Mistake("each half has ranks - 1 hops, not ranks", lambda p, n, a, b: 2 * p * (a + n / p * b)),
     _Mistake("the latency is that of one half only", lambda p, n, a, b: _ring(p, n, a / 2, b)),
     _Mistake(
         "this is what all ranks send together: they send at the same time", lambda p, n, a, b: p * _ring(p, n, a, b)

@@ -89,11 +89,11 @@ def _name_the_mistake(program: Program) -> None:
     try:
         verify(program, completed=False)
     except Unmatched as error:
-        require_passed_on(program, "rank r with slice r", partial(_step_in_words, program.world_size))
+        require_passed_on(program, "rank r with slice r", partial(_hop_in_words, program.world_size))
         first = error.recv is not None and error.recv.reduce
         half, deed, which = ("first", "added", "r−s−1") if first else ("second", "copied", "r−s")
         raise Wrong(
-            f"the right slices are sent, but in the {half} half what arrives is {deed} to the wrong one: in step s "
+            f"the right slices are sent, but in the {half} half what arrives is {deed} to the wrong one: in hop s "
             f"rank r receives slice {which}"
         ) from None
     except Unreached as error:
@@ -102,8 +102,8 @@ def _name_the_mistake(program: Program) -> None:
         raise Wrong(str(error)) from None
 
 
-def _step_in_words(ranks: int, step: int) -> str:
-    return f"in step {step % (ranks - 1)} of the {'first' if step < ranks - 1 else 'second'} half"
+def _hop_in_words(ranks: int, hop: int) -> str:
+    return f"in hop {hop % (ranks - 1)} of the {'first' if hop < ranks - 1 else 'second'} half"
 
 
 def _unreached(program: Program, error: Unreached) -> str:
@@ -143,7 +143,7 @@ def _require_few_bytes(exam: Exam, ranks: int, size: int, notes: list[str]) -> N
         total = sum(message.bytes for message in sent)
         if total > most:
             whole = max(one.bytes for one in sent) > 8 * size // ranks
-            advice = "pass slices on, not whole tensors" if whole else f"{ranks - 1} steps in each half"
+            advice = "pass slices on, not whole tensors" if whole else f"{ranks - 1} hops in each half"
             raise Wrong(
                 f"the sum is right, but rank {rank} sent {total} bytes in {len(sent)} messages; {most} bytes in "
                 f"{2 * (ranks - 1)} messages are enough: {advice}"

@@ -117,7 +117,7 @@ def _require_own_slice(found: list[torch.Tensor], total: torch.Tensor, ranks: in
     if all(len(mine) == 1 for mine in whole) and len(shifts) == 1 and (shift := shifts.pop()):
         raise Wrong(
             f"{ranks} ranks: rank 0 ends with the whole sum of slice {shift}, and should have that of slice 0. (In the "
-            "ring all-reduce rank r has slice r+1 after the first half; here it is slice r.) In step s rank r sends "
+            "ring all-reduce rank r has slice r+1 after the first half; here it is slice r.) In hop s rank r sends "
             "slice r−s−1 and adds to slice r−s−2"
         )
 
@@ -134,10 +134,10 @@ def _name_the_mistake(half: Half, program: Program) -> None:
         verify(program, completed=False)
     except Unmatched:
         begins = "rank r with slice r−1" if half == "reduce-scatter" else "rank r with its own, slice r"
-        require_passed_on(program, begins, lambda step: f"in step {step} of the {half}")
+        require_passed_on(program, begins, lambda hop: f"in hop {hop} of the {half}")
         does, which = ("added", "r−s−2") if half == "reduce-scatter" else ("copied", "r−s−1")
         raise Wrong(
-            f"the right slices are sent, but what arrives is {does} to the wrong one: in step s of the {half} rank r "
+            f"the right slices are sent, but what arrives is {does} to the wrong one: in hop s of the {half} rank r "
             f"receives slice {which}"
         ) from None
     except Unreached as error:
@@ -152,7 +152,7 @@ def _unreached(half: Half, program: Program, error: Unreached) -> str:
     most = max(program.messages_sent())
     if most != ranks - 1:
         advice = "; with twice as many it is a whole all-reduce" if most == 2 * (ranks - 1) else ""
-        return f"{half}, {ranks} ranks: each sends {ranks - 1} slices, one a step; these send {most}{advice}"
+        return f"{half}, {ranks} ranks: each sends {ranks - 1} slices, one a hop; these send {most}{advice}"
     first = next(op for op in program.ranks[0] if isinstance(op, Send))
     if half == "all-gather" and str(first.value) != "C0":
         return (
@@ -186,7 +186,7 @@ def _require_cost(exam: Exam, ranks: int, size: int) -> str:
             total = sum(message.bytes for message in sent)
             if total > most:
                 whole = max(one.bytes for one in sent) > one_slice
-                advice = "pass slices on, not whole tensors" if whole else f"{ranks - 1} steps, a slice in each"
+                advice = "pass slices on, not whole tensors" if whole else f"{ranks - 1} hops, a slice in each"
                 raise Wrong(
                     f"the result is right, but in the {half} rank {rank} sent {total} bytes in {len(sent)} messages; "
                     f"{most} bytes in {ranks - 1} messages are enough: {advice}"
