@@ -37,6 +37,13 @@ def sampled(*factors, possible=lambda *row: True):
     return [row if row in sample else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
+def every(step, cases):
+    """For `pytest.mark.parametrize`: every `step`-th case, from the first; the others are left to `make test-full`."""
+    listed = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [[pytest.mark.slow] if number % step else [] for number in range(len(listed))]
+    return [pytest.param(*case, marks=of_case) for case, of_case in zip(listed, marks, strict=True)]
+
+
 # What is tested here stands on the transports, which have their own tests: one transport or the other does.
 _ON_ANY_TRANSPORT = {"analyze", "bench", "data_parallel", "pipeline", "train"}
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.pairwise import pairwise, sampled, take_turns
+from tests.pairwise import every, pairwise, sampled, take_turns
 
 factors = st.lists(st.integers(1, 4).map(range), min_size=2, max_size=4)
 
@@ -39,6 +39,12 @@ def test_the_rest_is_slow():
     quick = [row for row in rows if not hasattr(row, "marks")]
     assert len(quick) + len(slow) == 8
     assert quick == [row for row in itertools.product("ab", "cd", "ef") if row in pairwise("ab", "cd", "ef")]
+
+
+def test_every_second_case_is_quick():
+    cases = every(2, [("a", 1), ("b", 2), ("c", 3)])
+    assert [case.values for case in cases if not case.marks] == [("a", 1), ("c", 3)]
+    assert [case.values for case in every(3, "xyz")] == [("x",), ("y",), ("z",)]
 
 
 def collected(marks, file="tests/test_one.py"):

@@ -12,12 +12,12 @@ from microparallel.compression import parse
 
 @pytest.mark.timeout(200)  # a busy machine; alone it takes about 10 seconds
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns itself
-def test_the_page_has_what_a_third_of_the_cases_gives(warm_ranks):
+def test_the_page_has_what_every_sixth_case_gives(warm_ranks):
     places = []
     for place, said, found in sample_of_page(warm_ranks.run, PAGE.read_text(encoding="utf-8")):
         assert found == said, place
         places.append(place)
-    assert len(places) > 50
+    assert len(places) > 25
     rows, columns = ({title for titles in places for title in titles[end : end + 1]} for end in (0, 1))
     assert rows > {title for name, title in FEATURES.items() if name not in ON_A_GPU}
     assert columns > {method.title for method in METHODS.values()}

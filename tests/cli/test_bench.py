@@ -366,6 +366,7 @@ def test_all_of_steps_in_parts_is_in_the_json(microparallel):
     assert "measuring mlp-8 (0% done)" in result.stderr
 
 
+@pytest.mark.slow  # the same measurements again
 def test_tables_of_steps_in_parts_for_people(microparallel):
     result = microparallel("bench", "shard", *TINY_SHARD, "--quiet")
     assert result.returncode == 0, result.stderr

@@ -126,7 +126,18 @@ TOO_LONG = {
 }
 
 CHAOS = "microparallel chaos --faults 2 --kinds kill-rank,kill-launcher --seed 29 -- train --ranks 2 --steps 150"
+DP = "microparallel bench dp --models mlp-128 --methods naive,hooks,buckets,ddp --buckets 0.1,1"
+ALGORITHMS = "microparallel bench allreduce --ranks 2 --algorithms ring,recursive-doubling --sizes 4KB,4MB"
 TOO_LONG_IN_LESSONS = {
+    f"{DP} --steps 20 --quiet": Instead(LONG, f"{DP} --steps 3 --quiet"),
+    f"{ALGORITHMS} --seconds 2 --quiet": Instead(LONG, f"{ALGORITHMS} --seconds 0.2 --quiet"),
+    "microparallel compare --shortcuts --optimizer adam --lr 0.001": Instead(
+        LONG, "microparallel compare --shortcuts --optimizer adam --lr 0.001 --steps 8 --every 4"
+    ),
+    "microparallel compare --shortcuts": Instead(LONG, "microparallel compare --shortcuts --steps 8 --every 4"),
+    "microparallel analyze --ranks 2 --quiet": Instead(
+        LONG, "microparallel analyze --ranks 2 --quiet --steps 3 --scaling none"
+    ),
     CHAOS: Instead("it trains twice, in processes of its own; `make test-full` runs it as it stands, a guide in short"),
     "microparallel compare --compress topk:0.01 --ranks 2 --steps 100 --seeds 1": Instead(
         LONG, "microparallel compare --compress topk:0.01 --ranks 2 --steps 4 --seeds 1"

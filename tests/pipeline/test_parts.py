@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from tests.pairwise import every
 from tests.pipeline.oracle import far, wrong_gradients
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -172,7 +173,7 @@ def shared(inputs, targets, pipe):
 
 
 @pytest.mark.parametrize(
-    "kinds", [["gpt2", "llama tied"], ["gpt2 untied", "llama"], ["bert", "bert words"], ["t5"], ["t5 untied"]]
+    "kinds", every(2, [["gpt2", "llama tied"], ["gpt2 untied", "llama"], ["bert", "bert words"], ["t5 untied"], ["t5"]])
 )
 def test_a_model_is_trained_as_in_one_process(pool, kinds):
     assert pool.run(trains, 2, kinds, ["gpipe", "1f1b", "zb-h1"], 1, transport="shm", timeout=50) == [[]] * 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.pairwise import every
 from torch import nn
 
 import microparallel as mp
@@ -105,7 +106,7 @@ def test_any_layout_learns_what_one_process_learns(pool, alone, tmp_path, settin
     assert groups[0] == groups[1]
 
 
-@pytest.mark.parametrize("optimizer", sorted(optimizer_names()))
+@pytest.mark.parametrize("optimizer", every(3, sorted(optimizer_names())))
 def test_every_optimizer_of_torch_goes_on_bit_for_bit(pool, tmp_path, optimizer):
     model = f"{__name__}:{'without_biases' if optimizer == 'muon' else 'with_dropout'}"
     settings = {"optimizer": optimizer, "ranks": 2, "precision": "float32", "steps": 4, "model": model, "clip": 0.5}

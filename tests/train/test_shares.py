@@ -59,16 +59,19 @@ def configuration(out, **changes):
     return TrainConfig(**settings | changes)
 
 
+WITH_STATISTICS = {"model": f"{__name__}:with_running_statistics", "optimizer": "sgd"}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
         pytest.param({"accumulate": 3}, marks=pytest.mark.slow),
-        {"shard": "gradients"},
-        {"shard": "parameters"},
-        {"optimizer": "sgd", "momentum": 0.9, "clip": 0.5, "accumulate": 2},
-        {"model": f"{__name__}:with_running_statistics", "validate_every": 4, "optimizer": "sgd"},
-        {"model": f"{__name__}:with_running_statistics", "optimizer": "sgd", "shard": "parameters", "accumulate": 2},
+        pytest.param({"shard": "gradients"}, marks=pytest.mark.slow),
+        pytest.param({"shard": "parameters"}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "sgd", "momentum": 0.9, "clip": 0.5, "accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param({**WITH_STATISTICS, "validate_every": 4}, marks=pytest.mark.slow),
+        {**WITH_STATISTICS, "shard": "parameters", "accumulate": 2},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
@@ -92,7 +95,7 @@ def test_a_run_that_shrinks_and_grows_again_learns_the_same(pool, tmp_path, opti
     [
         # Until which step, how many ranks the command asks for, and how many can be had.
         ({"validate_every": 2}, [(6, 4, 4), (9, 4, 3), (12, 1, 1)]),
-        ({"shard": "optimizer"}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)]),
+        pytest.param({"shard": "optimizer"}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)], marks=pytest.mark.slow),
         ({"shard": "parameters", "replicas": 2, "validate_every": 2}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)]),
     ],
     ids=["plain", "optimizer", "parameters"],
@@ -188,9 +191,9 @@ def goes_on(pool, tmp_path, options, rounds):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"recompute": True, "schedule": "zb-h1", "optimizer": "sgd", "momentum": 0.9, "clip": 0.5},
-        {"schedule": "interleaved", "stages_per_rank": 2},
+        pytest.param({"schedule": "interleaved", "stages_per_rank": 2}, marks=pytest.mark.slow),
     ],
     ids=["1f1b", "zb-h1-recompute", "interleaved"],
 )
@@ -251,7 +254,7 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_shares_of_other_lengths_and_without_samples(pool, tmp_path, workers):
     """An epoch is 7, 7, 7 and 2 samples: one of the three shares of the last batch is empty."""
     options = {**SENTENCES, "workers": workers}
@@ -267,7 +270,9 @@ def test_a_program_of_ones_own_is_repeated(pool, tmp_path):
     goes_on(pool, tmp_path, options, [(3, {}), (6, {"dp": 2}), (9, {"dp": 1})])
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("float32", marks=pytest.mark.slow), "bf16", pytest.param("fp16", marks=pytest.mark.slow)]
+)
 def test_the_same_replicas_go_on_bit_for_bit(pool, tmp_path, precision):
     """Also where they are fewer than shares."""
     config = in_pipelines(tmp_path / "whole", dp=2, shares=3, precision=precision)
