@@ -30,9 +30,13 @@ os.environ.update(BEFORE_TORCH | os.environ)  # as the command line does, before
 # Whenever ranks meet, torch asks the name server who ::ffff:127.0.0.1 is, and waits 5 seconds when no answer comes.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# What ranks write down before a test kills them is left where it can be found, which is no place for tests.
-os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="microparallel-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+# What ranks write down before a test kills them is left where it can be found, which is no place for tests. Ranks import
+# this file as well, with the tests' functions that they run, and have the folder of the process that tests.
+WHO_TESTS = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+if os.environ.get("MICROPARALLEL_WHO_TESTS") != WHO_TESTS:
+    os.environ["MICROPARALLEL_WHO_TESTS"] = WHO_TESTS
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="microparallel-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
 import torch  # noqa: E402
