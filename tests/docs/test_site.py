@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import cards
 import hook
 import pages
 import pytest
@@ -64,6 +65,27 @@ def test_links_between_pages_lead_somewhere(site):
             if not page.is_file() or unknown:
                 broken.append(f"{path.name}: {target}")
     assert not broken
+
+
+def test_no_page_shows_the_marks_of_markdown(site):
+    """Such as a backslash before a quotation mark, in a title where none is needed."""
+    made = re.compile(r"<(script|style|pre|code|math|svg)\b.*?</\1>", re.DOTALL)
+    shown = {}
+    for path in DOCS.rglob("*.md"):
+        page = site / path.relative_to(DOCS).with_suffix(".html")
+        article = page.read_text().split("<article", 1)[1].split("</article>", 1)[0]
+        text = html.unescape(re.sub(r"<[^>]+>", "", made.sub("", article)))
+        if marks := re.findall(r".*(?:\\[\"'()\[\]*_`]|\*\*|\]\(|\?\?\? |!!! |```).*", text):
+            shown[page.name] = marks
+    assert shown == {}
+
+
+def test_a_card_says_what_its_lines_are():
+    """On a phone, where no headings stand above them."""
+    table = "<table><tr><th></th><th>a <code>b</code></th></tr><tr><td>x</td><td style>y</td></tr></table>"
+    assert cards.with_labels(table) == table
+    labelled = cards.with_labels(f'<div class="cards">{table}</div>')
+    assert '<tr><td>x</td><td data-label="a b" style>y</td></tr>' in labelled
 
 
 def page_at(path):
