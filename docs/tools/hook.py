@@ -13,6 +13,7 @@ from mkdocs.exceptions import PluginError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import cards
 import command_line
 import consoles
 import figures
@@ -55,6 +56,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = markdown.replace("<!-- puzzles -->", in_browser.puzzles())
     markdown = markdown.replace("<!-- errors -->", public_names.tree_of_errors())
     return public_names.with_docstrings(markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Name the columns in tables that a phone shows as cards."""
+    return cards.with_labels(html)
 
 
 def on_env(env: Any, files: Any, **_: Any) -> Any:

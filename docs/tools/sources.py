@@ -46,7 +46,7 @@ def code_block(code: str, title: str, filename: str) -> str:
     except ClassNotFound:
         lexer = get_lexer_for_filename("plain.txt")
     body = highlight(code, lexer, HtmlFormatter(nowrap=True))
-    head = f'<span class="filename">{html.escape(title)}</span>'
+    head = f'<span class="filename">{html.escape(title).replace("/", "/<wbr>")}</span>'
     return f'<div class="highlight included">{head}<pre><code>{body}</code></pre></div>'
 
 

@@ -17,6 +17,19 @@ API = sorted(
 MADE_ALIKE = API[:-1]
 
 
+# Formulas that have to be scrolled, and words of figures that are too small to read.
+CUT_FORMULAS = """[...document.querySelectorAll('.md-content div.formula')].filter(
+    (one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"""
+TINY_WORDS = """[...document.querySelectorAll('.md-content svg text')].filter((one) => {
+    const by = one.getScreenCTM(), size = parseFloat(getComputedStyle(one).fontSize) * Math.hypot(by.a, by.b);
+    return one.getBoundingClientRect().width > 0 && size < 8;
+}).map((one) => one.textContent)"""
+
+
+def unfold(browser):
+    browser.value("document.querySelectorAll('.md-content details').forEach((one) => { one.open = true; })")
+
+
 def search(browser, words):
     browser.value("document.querySelector('.md-search__input').focus()")
     browser.call("Input.insertText", text=words)
@@ -48,8 +61,11 @@ def test_nothing_is_wider_than_a_phone(browser, site, page):
         }
         return true;
     }).map((one) => one.outerHTML.slice(0, 120))"""
+    unfold(browser)
     assert browser.value("document.documentElement.scrollWidth") <= 390
     assert browser.value(wide) == []
+    assert browser.value(CUT_FORMULAS) == []
+    assert browser.value(TINY_WORDS) == []
     assert browser.complaints == []
 
 

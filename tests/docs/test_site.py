@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import cards
 import hook
 import pages
 import pytest
@@ -17,8 +18,11 @@ import microparallel as mp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "real_machines", "capstones")
-LESSONS = sorted(lesson for track in (*TRACKS, "seeing") for lesson in DOCS.glob(f"{track}/*.md"))
+TRACKS = (
+    *("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "real_machines", "capstones"),
+    "seeing",
+)
+LESSONS = sorted(lesson for track in TRACKS for lesson in DOCS.glob(f"{track}/*.md"))
 ATTEMPT_FIRST = ["Predict", "What you need", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]
 PARTS_OF = dict.fromkeys(TRACKS, ATTEMPT_FIRST) | {
     "capstones": [
@@ -30,7 +34,6 @@ PARTS_OF = dict.fromkeys(TRACKS, ATTEMPT_FIRST) | {
         "The answer",
         "Quiz",
     ],
-    "seeing": ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercise", "Quiz"],
 }
 
 
@@ -64,6 +67,28 @@ def test_links_between_pages_lead_somewhere(site):
             if not page.is_file() or unknown:
                 broken.append(f"{path.name}: {target}")
     assert not broken
+
+
+def test_no_page_shows_the_marks_of_markdown(site):
+    """Such as a backslash in a title, and no number at the beginning of an item is taken for a list."""
+    made = re.compile(r"<(script|style|pre|code|math|svg)\b.*?</\1>", re.DOTALL)
+    shown = {}
+    for path in DOCS.rglob("*.md"):
+        page = site / path.relative_to(DOCS).with_suffix(".html")
+        article = page.read_text().split("<article", 1)[1].split("</article>", 1)[0]
+        text = html.unescape(re.sub(r"<[^>]+>", "", made.sub("", article)))
+        if marks := re.findall(r".*(?:\\[\"'()\[\]*_`]|\*\*|\]\(|\?\?\? |!!! |```).*", text):
+            shown[page.name] = marks
+        assert not re.search(r"<li>\s*<[ou]l", article), f"{page.name}: a number that became a list"
+    assert shown == {}
+
+
+def test_a_card_says_what_its_lines_are():
+    """On a phone, where no headings stand above them."""
+    table = "<table><tr><th></th><th>a <code>b</code></th></tr><tr><td>x</td><td style>y</td></tr></table>"
+    assert cards.with_labels(table) == table
+    labelled = cards.with_labels(f'<div class="cards">{table}</div>')
+    assert '<tr><td>x</td><td data-label="a b" style>y</td></tr>' in labelled
 
 
 def page_at(path):
@@ -129,7 +154,7 @@ def test_a_lesson_has_its_parts(lesson):
     assert "question" in text.split(f"## {parts[0]}")[0]
     assert 3 <= len(re.findall(r"^\?\?\? question", text, re.MULTILINE)) <= 6
     kinds = {block.kind for block in pages.blocks_of(lesson)}
-    assert kinds & {"draw", "step"} or "![" in text.split("## The code")[0]
+    assert kinds & {"draw", "step"}
     assert kinds & {"include", "python"}
     if "Predict" in parts:  # a place for the guess, and what is right is folded away
         guess = text.split("## Predict")[1].split("\n## ")[0]
