@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.pairwise import every
 
 import microparallel as mp
 from microparallel.program import Parameters
@@ -10,12 +11,6 @@ from microparallel.trace import Sizes
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(str(path.relative_to(DOCS).with_suffix(".html")) for path in DOCS.rglob("*.md"))
-# A tool writes these from docstrings, in one way: the longest stands for all.
-API = sorted(
-    (page for page in PAGES if page.startswith("reference/api/")), key=lambda page: page.endswith("programs.html")
-)
-MADE_ALIKE = API[:-1]
-
 
 # Formulas that have to be scrolled, and words of figures that are too small to read.
 CUT_FORMULAS = """[...document.querySelectorAll('.md-content div.formula')].filter(
@@ -47,9 +42,7 @@ def test_search_works_from_a_disk_without_a_network(browser, site, start):
     assert any("/pipeline/" in link for link in found)
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow) if page in MADE_ALIKE else page for page in PAGES]
-)
+@pytest.mark.parametrize("page", every(3, PAGES))
 def test_nothing_is_wider_than_a_phone(browser, site, page):
     browser.open(site / page, width=390, height=844, touch=True)
     wide = """[...document.querySelectorAll('.md-content *')].filter((one) => {
