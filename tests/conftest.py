@@ -30,8 +30,8 @@ os.environ.update(BEFORE_TORCH | os.environ)  # as the command line does, before
 # Whenever ranks meet, torch asks the name server who ::ffff:127.0.0.1 is, and waits 5 seconds when no answer comes.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# What ranks write down before a test kills them is left where it can be found, which is no place for tests. Ranks import
-# this file as well, with the tests' functions that they run, and have the folder of the process that tests.
+# What ranks write down before a test kills them is left where it can be found, which is no place for tests. Ranks
+# import this file as well, with the tests' functions that they run, and have the folder of the process that tests.
 WHO_TESTS = os.environ.get("PYTEST_XDIST_WORKER", "alone")
 if os.environ.get("MICROPARALLEL_WHO_TESTS") != WHO_TESTS:
     os.environ["MICROPARALLEL_WHO_TESTS"] = WHO_TESTS
