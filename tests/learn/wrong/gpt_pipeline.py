@@ -68,4 +68,14 @@ ANSWERS = [
         },
         "one parameter in two layers, and a copy is no longer tied",
     ),
+    Answer(
+        "what was received needs no gradient",
+        {".requires_grad_()": ""},
+        "a gradient is None until backward has made it, and stays None where requires_grad is not set",
+    ),
+    Answer(
+        "every rank returns a loss",
+        {"    return sum(losses) if rank == last else None\n": "    return sum(losses, torch.zeros(()).double())\n"},
+        "a rank that does not know the loss returns None",
+    ),
 ]

@@ -385,7 +385,9 @@ class _Truth:
         )
         for rank, loss in known:
             if loss is not None:
-                require_equal(loss, self.losses[step], f"the loss that rank {rank} returns", [added], _TOLERANCE)
+                none = Suspect(torch.zeros(()), "a rank that does not know the loss returns None")
+                what = f"the loss that rank {rank} returns"
+                require_equal(loss, self.losses[step], what, [added, none], _TOLERANCE)
 
 
 def _of(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
