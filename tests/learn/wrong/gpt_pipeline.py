@@ -44,7 +44,7 @@ ANSWERS = [
     Answer(
         "GPipe",
         {AHEAD: "    ahead = microbatches\n"},
-        "micro-batches of 3 layers at once, of 6. Begin backwards earlier",
+        "of the 6 micro-batches leave in 3 layers. Begin backwards earlier",
     ),
     Answer("naive", {AHEAD: "    ahead = 0\n"}, "as long as one process"),
     Answer(

@@ -130,4 +130,9 @@ ANSWERS = [
         {REDUCE: "    row = comms.all_reduce(row.float()).double()\n"},
         "weights are right to six digits only",
     ),
+    Answer(
+        "nobody waits for the one that writes",
+        {"    comms.barrier()  # nobody is a step ahead of what can be restored\n": ""},
+        "already: all ranks wait until the checkpoint of step",
+    ),
 ]

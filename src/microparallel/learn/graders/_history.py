@@ -35,6 +35,7 @@ class Training:
         steps: of the whole run.
         save_every: how many steps.
         require_right: refuses an undisturbed run, given what every rank did and returned.
+        waits: whether no rank may begin the step after a save before the checkpoint is complete.
         explanation: the mistake after which ranks that should go on from a saved step do what was found, in words.
     """
 
@@ -44,6 +45,7 @@ class Training:
     save_every: int
     require_right: Callable[[Sequence[Log], Sequence[Sequence[torch.Tensor]]], None]
     explanation: Callable[[Rows, int], str | None]
+    waits: bool = False
 
 
 @dataclass
@@ -56,6 +58,7 @@ class History:
     kills: int = 0
     done_twice: int = 0  # steps
     _saved: int = 0  # a checkpoint of this step is complete: no attempt may begin before it
+    _begun: tuple[int, int] = (0, 0)  # a rank has begun the step after this one, and the rank: so it must be complete
     _last: Kill | None = None  # what has ended the last attempt
     _last_logs: list[Log] = field(default_factory=list)
     _power_lost: dict[str, bool] = field(default_factory=dict)  # files that the power cut has emptied
@@ -187,6 +190,8 @@ class History:
         self._synced |= {one for log in logs for one in log.synced}
         went_on = set[int].intersection(*(log.went_on for log in logs))
         self._saved = max([self._saved, *(step for step in went_on if step % self.training.save_every == 0)])
+        begun = [(step, rank) for rank, log in enumerate(logs) for step in log.went_on]
+        self._begun = max([self._begun, *(one for one in begun if one[0] % self.training.save_every == 0)])
         self._last_logs = logs
         return results
 
@@ -207,6 +212,13 @@ class History:
             raise Wrong(f"{self._after()} {self._unknown(deviates)}\n{self._place(deviates, begins)}")
         if known and known[0] < self._saved:
             raise Wrong(self._lost(known[0]))
+        if self.training.waits and known and known[0] < self._begun[0]:
+            step, rank = self._begun
+            raise Wrong(
+                f"{_in_words(self._last, bool(self._power_lost))}, and rank {rank} had begun step {step + 1} already: "
+                f"all ranks wait until the checkpoint of step {step} is complete. The next attempt begins after step "
+                f"{known[0]}"
+            )
         if trouble is not None:
             raise self._cannot_go_on(trouble) if self._last is not None else trouble
 

@@ -240,8 +240,8 @@ def _require_memory(case: Case, outcomes: Sequence[Outcome]) -> str:
             about = outcome.held / (each * case.most_layers)
             raise Wrong(
                 f"the gradients are right, but rank {rank} holds {outcome.held:,} bytes of what its layers compute, "
-                f"and {limit:,.0f} are the limit: that is about {about:.0f} micro-batches of {case.most_layers} layers "
-                f"at once, of {case.microbatches}. Begin backwards earlier, and let go of what is done"
+                f"and {limit:,.0f} are the limit: that is what about {about:.0f} of the {case.microbatches} "
+                f"micro-batches leave in {case.most_layers} layers. Begin backwards earlier, and let go of what is done"
             )
     return f"{' '.join(f'{100 * part:.0f}' for part in parts)} % of the limit"
 

@@ -56,7 +56,7 @@ class Job:
 def check(exam: Exam) -> None:
     """The undisturbed run beside one process; kills between saves and in a save; a power cut, and the end."""
     truth = _Truth()
-    training = Training(_attempt, _RANKS, _STEPS, _SAVE_EVERY, truth.require_right, truth.explanation)
+    training = Training(_attempt, _RANKS, _STEPS, _SAVE_EVERY, truth.require_right, truth.explanation, waits=True)
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         history = History(exam, Path(name), training)
         with exam.step("three ranks: each sample once an epoch, and losses and weights of one process"):
