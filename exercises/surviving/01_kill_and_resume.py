@@ -98,7 +98,7 @@ def train(
         report: to be told, after each step, how many steps are done and this rank's loss. The first is step 1.
         folder: where checkpoints are; all ranks see it. It is there, and empty at first.
         steps: how many.
-        save_every: a checkpoint is complete before the next step begins, every so many steps.
+        save_every: every so many steps a checkpoint is complete before the next step ends.
     """
     training = Training(comms, samples)
     # This loop trains, and knows nothing of checkpoints. Where do restore and save belong? (training.done counts.)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,14 @@ def test_zero_3_gathers_as_far_ahead_as_it_is_told(run):
 
 
 CLUSTER = ["--nodes", 2, "--per-node", 4, "--inside", "1us,100GB", "--between", "10us,10GB"]
+
+
+def test_simulate_shows_the_files_of_programs_that_have_one_name(run):
+    text = to_text(build("gpipe", 2, microbatches=2))
+    for file in ("before.txt", "after.txt"):
+        Path(file).write_text(text, encoding="utf-8")
+    table = run("simulate", "before.txt", "after.txt", "1f1b", "--ranks", 2)[1]
+    assert [line.split()[0] for line in table.splitlines()[3:6]] == ["before.txt", "after.txt", "1f1b"]
 
 
 def test_simulate_on_a_cluster(run):

@@ -1,6 +1,7 @@
 """Three hints for each exercise: they lead to the answer, and none of them is the answer."""
 
 import io
+import re
 import tokenize
 
 import pytest
@@ -9,6 +10,7 @@ from microparallel.learn.catalogue import EXERCISES
 from microparallel.learn.holes import _lines
 
 TRIVIAL = 16  # characters without spaces: what is shorter, such as `else:` or `request.wait()`, gives nothing away
+ENTRY = re.compile(r"\s*([-+*]|\d+[.)])\s")  # how Markdown begins an entry of a list
 
 
 def only_code(text):
@@ -55,3 +57,13 @@ def test_each_hint_says_something_of_its_own(exercise):
     assert len(exercise.hints) == 3
     assert all(len(hint.split()) >= 20 for hint in exercise.hints)
     assert len(set(exercise.hints)) == 3
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
+def test_no_line_of_a_paragraph_begins_like_an_entry_of_a_list(exercise):
+    """A paragraph that is broken before a `+` or a number with a dot would be shown as a list."""
+    for hint in exercise.hints:
+        for paragraph in re.sub(r"```.*?```", "", hint, flags=re.DOTALL).split("\n\n"):
+            first, *others = paragraph.strip().split("\n")
+            if not ENTRY.match(first):
+                assert not [line for line in others if ENTRY.match(line)]

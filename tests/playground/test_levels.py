@@ -105,11 +105,18 @@ def test_the_memory_that_a_board_shows_begins_with_the_rank_s_own_parts_and_neve
     assert shown[-1] >= max(boards[-1].trace().peak_memory)
 
 
+@pytest.mark.parametrize("name", LEVELS)
+def test_buckets_are_counted_from_the_last_layer_as_in_the_lessons(name):
+    goal = LEVELS[name].goal
+    layers = list(goal.buckets or ()) if isinstance(goal, TrainingStep) else []
+    assert layers == sorted(layers, reverse=True)
+
+
 def test_a_layer_that_is_not_freed_is_held_also_if_nothing_reads_it_any_more():
-    board = played(LEVELS["one-at-a-time"], ["0:~T0@dp", "0:F0.0"])
+    board = played(LEVELS["one-at-a-time"], ["0:~T1@dp", "0:F0.0"])
     with pytest.raises(Refused, match="would hold 44 bytes"):
-        board.after("0:~T1@dp")
-    assert board.after("0:!T0").after("0:~T1@dp").peak_memory() == 32
+        board.after("0:~T0@dp")
+    assert board.after("0:!T1").after("0:~T0@dp").peak_memory() == 32
 
 
 # ── words ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,6 +176,8 @@ def test_what_is_asked_of_a_player_is_said_with_its_numbers():
         "at most 1 activation held at once by any one rank",
     ]
     assert showing.targets_of(LEVELS["two-ranks"])[2] == "at most 1 whole tensor sent by any one rank"
+    held = showing.about(LEVELS["prefetch"])
+    assert (held["measure"], held["most"]) == ("bytes held at once by any one rank", 64)
 
 
 def test_a_star_that_is_missing_is_named_with_what_it_lacks():

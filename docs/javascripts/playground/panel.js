@@ -8,7 +8,7 @@ import { python } from "./python.js";
 
 const NUMBERS = {
   ranks: "Ranks", microbatches: "Micro-batches", stages_per_rank: "Stages a rank", layers: "Layers", buckets: "Buckets",
-  prefetch: "Buckets gathered ahead", ranks_per_node: "Ranks a node",
+  prefetch: "Prefetch (units ahead)", ranks_per_node: "Ranks a node",
 };
 const COSTS = [
   { name: "forward", words: "Forward (F)", least: 0, most: 5, step: 0.25, usual: 1, of: "training" },

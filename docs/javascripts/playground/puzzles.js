@@ -175,7 +175,7 @@ class Game {
     const index = this.order.indexOf(this.name);
     const board = level.kind === "messages" ? this.messages() : this.lists();
     board.addEventListener("keydown", (event) => this.key(event));
-    const stands = [`Time ${this.board.makespan || 0}`, level.measure ? `${level.measure}: ${this.board.second || 0}` : "", this.standing(level)];
+    const stands = [`Time ${this.board.makespan || 0}`, level.measure ? `${level.measure}: ${this.board.second || 0}${level.most ? ` of ${level.most}` : ""}` : "", this.standing(level)];
     this.element.replaceChildren(
       make("div", { class: "pg-row" }, button("‹ All puzzles", () => { location.hash = ""; }),
         make("span", { class: "pg-quiet" }, `Puzzle ${index + 1} of ${this.order.length} · ${level.set}`)),

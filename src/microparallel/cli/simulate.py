@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -99,7 +100,7 @@ def simulate(
         found = [summary(trace, share, memory=memory) for trace, share in zip(traces, shares, strict=True)]
         print(json_format.dumps(found if len(found) > 1 else found[0]))
     elif len(traces) > 1:
-        Console().print(_side_by_side(traces, shares))
+        Console().print(_side_by_side(names, traces, shares))
     else:
         _show_one(traces[0], shares[0])
     if memory and not json:
@@ -169,7 +170,8 @@ def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption_justify="left")
 
 
-def _side_by_side(traces: list[Trace], shares: list[float]) -> Table:
+def _side_by_side(names: Sequence[str], traces: list[Trace], shares: list[float]) -> Table:
+    programs_named = Counter(trace.followed.name for trace in traces)
     training = any(isinstance(trace.followed.goal, TrainingStep) for trace in traces)
     table = _table()
     table.caption = "of the rank with most: exposed (communication that nothing hides), messages, bytes"
@@ -179,8 +181,10 @@ def _side_by_side(traces: list[Trace], shares: list[float]) -> Table:
     columns = [*(["ranks"] if several else []), "makespan", *(["bubble", "%", "async", "held"] if training else [])]
     for column in [*columns, "exposed", "messages", "bytes"]:
         table.add_column(column, justify="right", no_wrap=True)
-    for trace, share in zip(traces, shares, strict=True):
-        row = [trace.followed.name, *([str(trace.followed.world_size)] if several else []), number(trace.makespan)]
+    for name, trace, share in zip(names, traces, shares, strict=True):
+        alike = programs_named[trace.followed.name] > 1  # then the files tell them apart
+        shown = Path(name).name if alike else trace.followed.name
+        row = [shown, *([str(trace.followed.world_size)] if several else []), number(trace.makespan)]
         if _is_pipeline(trace):
             row += [number(trace.bubble), f"{trace.bubble_fraction:.1%}", number(trace.bubble_async)]
             row.append(number(max(trace.peak_activations) * share))

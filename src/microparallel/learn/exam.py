@@ -159,7 +159,9 @@ class Exam:
         kind, text, line, rank = failure.kind, failure.text, failure.line, failure.rank
         at = "" if line is None else f", in line {line}"
         if not kind:
-            return Wrong(f"rank {rank} was still busy after {timeout:g} s{at}: does a loop there never end?")
+            return Wrong(
+                f"rank {rank} was still busy after {timeout:g} s{at}: does a loop there never end, or is it too slow?"
+            )
         if kind in ("Wrong", "NotAllowed"):
             return Wrong(text)
         if kind in _NOT_PYTHON:

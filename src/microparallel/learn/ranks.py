@@ -44,7 +44,9 @@ class NoTensor(Wrong):
     """A call that was given something else than a tensor."""
 
     def __init__(self, line: int, call: str, value: object) -> None:
-        no_gradient = "None: a gradient is None until backward has made it"
+        no_gradient = (
+            "None: a gradient is None until backward has made it, and stays None where requires_grad is not set"
+        )
         found = no_gradient if value is None else f"{shown(value)}, and no tensor"
         super().__init__(f"line {line}: {call} was given {found}")
         self.value = value

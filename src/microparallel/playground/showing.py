@@ -96,6 +96,7 @@ def about(level: Level) -> dict[str, Any]:
         "lesson": level.lesson,
         "stars": most_stars(level),
         "measure": MEASURES.get(level.counted, ""),
+        "most": level.limits.get(level.counted),
         "targets": targets_of(level),
         "ranks": level.ranks,
         "slices": level.goal.slices if isinstance(level.goal, Collective) else 0,

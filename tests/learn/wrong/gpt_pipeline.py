@@ -44,7 +44,7 @@ ANSWERS = [
     Answer(
         "GPipe",
         {AHEAD: "    ahead = microbatches\n"},
-        "micro-batches of 3 layers at once, of 6. Begin backwards earlier",
+        "of the 6 micro-batches leave in 3 layers. Begin backwards earlier",
     ),
     Answer("naive", {AHEAD: "    ahead = 0\n"}, "as long as one process"),
     Answer(
@@ -67,5 +67,15 @@ ANSWERS = [
             RETURN: RETURN.replace("layers[number]", "copy.deepcopy(layers[number])"),
         },
         "one parameter in two layers, and a copy is no longer tied",
+    ),
+    Answer(
+        "what was received needs no gradient",
+        {".requires_grad_()": ""},
+        "a gradient is None until backward has made it, and stays None where requires_grad is not set",
+    ),
+    Answer(
+        "every rank returns a loss",
+        {"    return sum(losses) if rank == last else None\n": "    return sum(losses, torch.zeros(()).double())\n"},
+        "a rank that does not know the loss returns None",
     ),
 ]

@@ -146,7 +146,7 @@ ANSWERS = [
             REPLACE: '        if (folder / "checkpoint.pt").exists():\n'
             '            (folder / "checkpoint.pt").rename(folder / "checkpoint.old")\n' + REPLACE
         },
-        "at this moment no complete checkpoint has the name that restore looks for",
+        "at this moment no complete checkpoint has the name that the next attempt looks for",
     ),
     Answer(
         "only rank 0 loads",

@@ -221,4 +221,9 @@ ANSWERS = [
         },
         "rank 1 calls reduce_scatter",
     ),
+    Answer(
+        "backward returns gradients for the tensors alone",
+        {RETURN: "        return of_inputs, of_part\n"},
+        "backward returns one gradient for each argument of forward, in the same order: for rows and comms it is None",
+    ),
 ]

@@ -6,6 +6,7 @@ SHARE = "batch[comms.rank :: comms.world_size]"
 BROADCAST = "        for parameter in job.model.parameters():\n            comms.broadcast(parameter.data, 0)\n"
 SEED = "manual_seed(epoch)"
 PLACE = "    epoch, place = divmod(step, -(-samples // size))\n"
+ZERO = "    job.optimizer.zero_grad()\n"
 STEP = "        job.optimizer.step()\n"
 SAVE = "        if done % job.save_every == 0:\n            save(comms, job, done)\n"
 REPORT = "        job.report(done, loss)\n"
@@ -91,4 +92,47 @@ ANSWERS = [
         "the old checkpoint is deleted before the new one is complete",
     ),
     Answer("nothing is saved", {SAVE: ""}, "there is no file in the folder"),
+    Answer(
+        "gradients of all steps",
+        {ZERO: ""},
+        "the gradients of all steps so far are added up: torch adds to .grad",
+    ),
+    Answer(
+        "every rank asks for the whole batch",
+        {SHARE: "batch", WEIGHT: " / comms.world_size\n"},
+        "all 3 ranks ask for the same samples in step 1: each takes a share of the batch, and no two the same sample",
+    ),
+    Answer(
+        "the loss goes through float32",
+        {"    return row[0].item()\n": "    return torch.tensor(row[0].item()).item()\n"},
+        "it is right to six digits only, so somewhere there is float32",
+    ),
+    Answer(
+        "the checkpoint is not read",
+        {
+            "    done = restore(comms, job)\n": "    done = 0\n"
+            + BROADCAST.replace("        ", "    ", 1).replace("            comms", "        comms")
+        },
+        "save after every 4 steps, and begin train with the newest checkpoint",
+    ),
+    Answer(
+        "every rank writes",
+        {"    if comms.rank == 0:\n": "    if True:\n"},
+        "several ranks write the same file: let one of them write it",
+    ),
+    Answer(
+        "only its own part of the loss is reported",
+        {"    return row[0].item()\n": "    return loss.item()\n"},
+        "it is its own share's part of it, and all ranks' parts add up to it",
+    ),
+    Answer(
+        "gradients go through float32",
+        {REDUCE: "    row = comms.all_reduce(row.float()).double()\n"},
+        "weights are right to six digits only",
+    ),
+    Answer(
+        "nobody waits for the one that writes",
+        {"    comms.barrier()  # nobody is a step ahead of what can be restored\n": ""},
+        "already: all ranks wait until the checkpoint of step",
+    ),
 ]

@@ -35,6 +35,7 @@ class Training:
         steps: of the whole run.
         save_every: how many steps.
         require_right: refuses an undisturbed run, given what every rank did and returned.
+        waits: whether no rank may begin the step after a save before the checkpoint is complete.
         explanation: the mistake after which ranks that should go on from a saved step do what was found, in words.
     """
 
@@ -44,6 +45,7 @@ class Training:
     save_every: int
     require_right: Callable[[Sequence[Log], Sequence[Sequence[torch.Tensor]]], None]
     explanation: Callable[[Rows, int], str | None]
+    waits: bool = False
 
 
 @dataclass
@@ -56,6 +58,7 @@ class History:
     kills: int = 0
     done_twice: int = 0  # steps
     _saved: int = 0  # a checkpoint of this step is complete: no attempt may begin before it
+    _begun: tuple[int, int] = (0, 0)  # a rank has begun the step after this one, and the rank: so it must be complete
     _last: Kill | None = None  # what has ended the last attempt
     _last_logs: list[Log] = field(default_factory=list)
     _power_lost: dict[str, bool] = field(default_factory=dict)  # files that the power cut has emptied
@@ -97,10 +100,18 @@ class History:
         """Run without a kill, in a new folder: what every rank did, and what it returned."""
         (self.place / name).mkdir()
         plan = Plan(str(self.place / name), str(self.place / f"{name}.log"), self.training.steps, save_every)
-        results = self.exam.run_in_processes(self.training.attempt, self.training.ranks, plan, timeout=_SECONDS)
+        try:
+            results = self.exam.run_in_processes(self.training.attempt, self.training.ranks, plan, timeout=_SECONDS)
+        except Wrong as trouble:
+            if (together := _written_together(self._logs(plan))) is not None:
+                raise Wrong(f"{together}\n  {trouble}") from None
+            raise
         if results is None:
             raise Wrong("a rank was killed, and not by this check: did your code do that?")
-        return [read_log(plan.log, rank) for rank in range(self.training.ranks)], results
+        return self._logs(plan), results
+
+    def _logs(self, plan: Plan) -> list[Log]:
+        return [read_log(plan.log, rank) for rank in range(self.training.ranks)]
 
     def kills_in_a_save(self) -> Iterator[Kill]:
         """In the middle of a file, before each operation on files, and just after a file was opened."""
@@ -170,7 +181,7 @@ class History:
             results = self.exam.run_in_processes(self.training.attempt, self.training.ranks, plan, timeout=_SECONDS)
         except Wrong as wrong:
             trouble = wrong
-        logs = [read_log(plan.log, rank) for rank in range(self.training.ranks)]
+        logs = self._logs(plan)
         self._require_right(logs, trouble)
         self.kills += results is None
         reached = max((log.rows[-1].step for log in self._last_logs if log.rows), default=0)
@@ -179,6 +190,8 @@ class History:
         self._synced |= {one for log in logs for one in log.synced}
         went_on = set[int].intersection(*(log.went_on for log in logs))
         self._saved = max([self._saved, *(step for step in went_on if step % self.training.save_every == 0)])
+        begun = [(step, rank) for rank, log in enumerate(logs) for step in log.went_on]
+        self._begun = max([self._begun, *(one for one in begun if one[0] % self.training.save_every == 0)])
         self._last_logs = logs
         return results
 
@@ -199,6 +212,13 @@ class History:
             raise Wrong(f"{self._after()} {self._unknown(deviates)}\n{self._place(deviates, begins)}")
         if known and known[0] < self._saved:
             raise Wrong(self._lost(known[0]))
+        if self.training.waits and known and known[0] < self._begun[0]:
+            step, rank = self._begun
+            raise Wrong(
+                f"{_in_words(self._last, bool(self._power_lost))}, and rank {rank} had begun step {step + 1} already: "
+                f"all ranks wait until the checkpoint of step {step} is complete. The next attempt begins after step "
+                f"{known[0]}"
+            )
         if trouble is not None:
             raise self._cannot_go_on(trouble) if self._last is not None else trouble
 
@@ -256,7 +276,7 @@ class History:
         if self._power_lost:
             return self._not_synced()
         if self._last.when not in ("operation", "bytes"):
-            return f"save after every {self.training.save_every} steps, and let restore take the newest checkpoint"
+            return f"save after every {self.training.save_every} steps, and begin train with the newest checkpoint"
         assert self._last.rank is not None  # all are killed between two saves only
         done = [
             what
@@ -274,8 +294,8 @@ class History:
                 "under another name, and give it its name with os.replace when it is complete"
             )
         return (
-            "at this moment no complete checkpoint has the name that restore looks for. os.replace changes from the "
-            "old to the new one in a single operation"
+            "at this moment no complete checkpoint has the name that the next attempt looks for. os.replace changes "
+            "from the old to the new one in a single operation"
         )
 
     def _not_synced(self) -> str:
@@ -301,6 +321,18 @@ def _in_words(kill: Kill | None, power_cut: bool = False) -> str:
         return f"{rank} was killed in a save, {when}"
     when = {"draw": "when it asked for samples", "backward": "in backward", "report": "after a report"}[kill.when]
     return f"{rank} was killed {when}"
+
+
+def _written_together(logs: Sequence[Log]) -> str | None:
+    """Which file several ranks have opened to write it, in the same save."""
+    opened = [{(name, draws) for what, name, draws in log.operations if what == "open"} for log in logs]
+    for one, other in itertools.combinations(range(len(logs)), 2):
+        for name, draws in sorted(opened[one] & opened[other]):
+            return (
+                f"in step {draws} ranks {one} and {other} both write a file {name}, so several ranks write the same "
+                "file: let one of them write it, or give each a file of its own"
+            )
+    return None
 
 
 def require_each_step(logs: Sequence[Log], steps: int) -> None:

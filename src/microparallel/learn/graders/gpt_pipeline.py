@@ -240,8 +240,8 @@ def _require_memory(case: Case, outcomes: Sequence[Outcome]) -> str:
             about = outcome.held / (each * case.most_layers)
             raise Wrong(
                 f"the gradients are right, but rank {rank} holds {outcome.held:,} bytes of what its layers compute, "
-                f"and {limit:,.0f} are the limit: that is about {about:.0f} micro-batches of {case.most_layers} layers "
-                f"at once, of {case.microbatches}. Begin backwards earlier, and let go of what is done"
+                f"and {limit:,.0f} are the limit: that is what about {about:.0f} of the {case.microbatches} "
+                f"micro-batches leave in {case.most_layers} layers. Begin backwards earlier, and let go of what is done"
             )
     return f"{' '.join(f'{100 * part:.0f}' for part in parts)} % of the limit"
 
@@ -385,7 +385,9 @@ class _Truth:
         )
         for rank, loss in known:
             if loss is not None:
-                require_equal(loss, self.losses[step], f"the loss that rank {rank} returns", [added], _TOLERANCE)
+                none = Suspect(torch.zeros(()), "a rank that does not know the loss returns None")
+                what = f"the loss that rank {rank} returns"
+                require_equal(loss, self.losses[step], what, [added, none], _TOLERANCE)
 
 
 def _of(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Gradients]:

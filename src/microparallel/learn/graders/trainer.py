@@ -56,7 +56,7 @@ class Job:
 def check(exam: Exam) -> None:
     """The undisturbed run beside one process; kills between saves and in a save; a power cut, and the end."""
     truth = _Truth()
-    training = Training(_attempt, _RANKS, _STEPS, _SAVE_EVERY, truth.require_right, truth.explanation)
+    training = Training(_attempt, _RANKS, _STEPS, _SAVE_EVERY, truth.require_right, truth.explanation, waits=True)
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         history = History(exam, Path(name), training)
         with exam.step("three ranks: each sample once an epoch, and losses and weights of one process"):
@@ -128,15 +128,18 @@ Weigh = Callable[[Shares, int], float]  # how much of a rank's mean loss is in t
 class _OneProcess:
     """The same training in one process; or with a mistake, in how the ranks' losses are weighted."""
 
-    def __init__(self, weigh: Weigh, rank: int = 0) -> None:
+    def __init__(self, weigh: Weigh, rank: int = 0, kept: float = 0.0) -> None:
         self.model = _model(rank)
         self.optimizer = _optimizer(self.model)
         self._weigh = weigh
+        self._kept = kept  # how many times the gradients of the step before are in those of the next: none, rightly
 
     def step(self, shares: Shares) -> float:
         """Do a step with these samples; returns its loss."""
         inputs, targets = table()
-        self.optimizer.zero_grad()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= self._kept
         total = torch.zeros((), dtype=torch.float64)
         for rank, mine in enumerate(shares):
             if mine:
@@ -184,6 +187,7 @@ class _Truth:
     def require_right(self, logs: Sequence[Log], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """Refuse samples, weights and losses of an undisturbed run that are not right."""
         require_each_step(logs, _STEPS)
+        _require_own_samples(logs)
         require_each_sample(logs, _STEPS, _AN_EPOCH)
         self._batches = [[log.rows[step].samples for log in logs] for step in range(_STEPS)]
         _require_shares(self._batches)
@@ -193,10 +197,17 @@ class _Truth:
         for shares in self._batches:
             self._losses.append(one.step(shares))
             self._states.append(one.state())
-        self._require_weights(weights, _weights(one.model))
+        self._require_weights(weights, _weights(one.model), logs)
         self._require_losses(logs)
 
-    def _require_weights(self, found: Sequence[Sequence[torch.Tensor]], right: Sequence[torch.Tensor]) -> None:
+    def _require_weights(
+        self, found: Sequence[Sequence[torch.Tensor]], right: Sequence[torch.Tensor], logs: Sequence[Log]
+    ) -> None:
+        if self._gradients_add_up(logs):
+            raise Wrong(
+                "the gradients of all steps so far are added up: torch adds to .grad, so let go of a step's gradients "
+                "before the next backward (zero_grad)"
+            )
         apart = [flat(mine) - flat(found[0]) for mine in found]
         for rank in range(len(found)):
             begun_apart = flat(_weights(_model(rank))) - flat(_weights(_model(0)))
@@ -209,6 +220,8 @@ class _Truth:
         for words, weigh in _MISTAKES.items():
             suspects.append(Suspect(flat(self._trained(weigh, 0)), words))
         for rank, mine in enumerate(found):
+            if _in_float32(flat(mine), flat(right)):
+                raise Wrong(f"without any kill, rank {rank}'s weights are right {_FLOAT32}")
             alone = Suspect(
                 flat(self._trained(lambda _, other, rank=rank: float(other == rank), 0)),  # type: ignore[misc]
                 f"rank {rank} has learned from its own samples alone: average the gradients of all ranks in each step",
@@ -227,6 +240,16 @@ class _Truth:
                     "must take the same step, with the same bits. Let every rank use what one all-reduce has left"
                 )
 
+    def _gradients_add_up(self, logs: Sequence[Log]) -> bool:
+        """Whether the losses are those of ranks that never let go of a gradient; a sum takes what is there p times."""
+        reported = [log.rows[step].loss for log in logs for step in range(_AN_EPOCH)]
+        for kept in {1, len(logs)}:
+            one = _OneProcess(_by_samples, kept=kept)
+            losses = [one.step(shares) for shares in self._batches[:_AN_EPOCH]] * len(logs)
+            if all(itertools.starmap(_alike_enough, zip(reported, losses, strict=True))):
+                return True
+        return False
+
     def _trained(self, weigh: Weigh, rank: int) -> list[torch.Tensor]:
         one = _OneProcess(weigh, rank)
         for shares in self._batches:
@@ -243,8 +266,13 @@ class _Truth:
                     f"the weights are right, but in step {step + 1} rank {rank} reports a loss of {found:.12g}, and "
                     f"that of the whole batch is {right:.12g}"
                 )
-                if len(logs) > 1 and math.isclose(found, self._own_loss(step, rank), rel_tol=1e-9):
+                own, part = self._own_loss(step, rank), _by_samples(self._batches[step], rank)
+                if len(logs) > 1 and math.isclose(found, own, rel_tol=1e-9):
                     words += ": it is the loss of its own share"
+                elif len(logs) > 1 and math.isclose(found, own * part, rel_tol=1e-9):
+                    words += ": it is its own share's part of it, and all ranks' parts add up to it"
+                elif math.isclose(found, right, rel_tol=1e-6):
+                    words += f": it is right {_FLOAT32}"
                 raise Wrong(words)
 
     def _own_loss(self, step: int, rank: int) -> float:
@@ -317,8 +345,39 @@ _FORGOTTEN = {
 }
 
 
+_FLOAT32 = (
+    "to six digits only, so somewhere there is float32, which torch.tensor(number) gives if it is not told another "
+    "dtype"
+)
+
+
+def _in_float32(found: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether numbers are right but for what float32 leaves out."""
+    if found.shape != right.shape or torch.allclose(found, right, rtol=_TOLERANCE, atol=_TOLERANCE):
+        return False
+    apart = (found - right).abs().max().item()
+    return apart > 1e-9 and torch.allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+def _alike_enough(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9)
+
+
 def _is(row: Row, step: int, samples: Sequence[int], loss: float) -> bool:
     return row.step == step and row.samples == tuple(samples) and math.isclose(row.loss, loss, rel_tol=1e-9)
+
+
+def _require_own_samples(logs: Sequence[Log]) -> None:
+    if len(logs) == 1:
+        return
+    for step in range(_STEPS):
+        first, *others = ({*log.rows[step].samples} for log in logs)
+        if first and all(other == first for other in others):
+            everybody = "both ranks" if len(logs) == 2 else f"all {len(logs)} ranks"
+            raise Wrong(
+                f"{everybody} ask for the same samples in step {step + 1}: each takes a share of the batch, and no two "
+                "the same sample"
+            )
 
 
 def _require_shares(batches: Sequence[Shares]) -> None:
