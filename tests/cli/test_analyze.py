@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tests.pairwise import every
 from tests.spans import recorded, span
 
 from microparallel.analyze import table as analyze_table
@@ -98,7 +99,7 @@ def test_a_step_that_is_compressed_is_not_advised_to_be(microparallel):
     )
 
 
-@pytest.mark.parametrize("strategy", ["naive", "hooks", "torch-ddp"])
+@pytest.mark.parametrize("strategy", every(3, ["torch-ddp", "naive", "hooks"]))
 def test_every_strategy_can_be_analysed(microparallel, strategy):
     result = microparallel("analyze", *SMALL, "--ranks", 2, "--strategy", strategy, "--scaling", "none", "--quiet")
     assert result.returncode == 0, result.stderr
