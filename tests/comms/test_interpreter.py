@@ -161,7 +161,7 @@ def counted_on_the_wire(comms):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_between_real_ranks(pool, ranks):
-    found = pool.run(counted_on_the_wire, ranks, timeout=50)
+    found = pool.run(counted_on_the_wire, ranks, timeout=50, transport="gloo")
     for name, formula in EXPECTED.items():
         expected = formula(ranks, BYTES)
         assert [of_rank[name] for of_rank in found] == [(True, counts, counts) for counts in expected], name

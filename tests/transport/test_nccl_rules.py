@@ -345,7 +345,7 @@ def in_batches(comms):
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_each_exchange_reaches_torch_as_one_batch(pool, ranks):
     total = (ranks * torch.arange(12.0) + ranks * (ranks - 1) / 2).tolist()
-    for rank, found in enumerate(pool.run(in_batches, ranks, timeout=50)):
+    for rank, found in enumerate(pool.run(in_batches, ranks, timeout=50, transport="gloo")):
         for name, (result, batches) in found.items():
             assert result == total, (name, rank)
             exchanges = [len(step.sends) + len(step.receives) for step in rounds(build(name, ranks).ranks[rank])]

@@ -224,6 +224,6 @@ ANSWERS = [
     Answer(
         "backward returns gradients for the tensors alone",
         {RETURN: "        return of_inputs, of_part\n"},
-        "backward returns one gradient for each argument of forward, in the same order: for rows and comms it is None",
+        "gradients, backward returns one for each argument of forward, in the same order: for rows and comms None",
     ),
 ]

@@ -130,14 +130,10 @@ def about_parts() -> Iterator[None]:
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # torch's own, as where a tensor does not have the size of a shape
             raise
-        if "incorrect number of gradients" in str(error):
-            raise Wrong(
-                f"{error}: backward returns one gradient for each argument of forward, in the same order: for rows and "
-                "comms it is None"
-            ) from None
         raise Wrong(
             f"{error}: if this is about a size, what does not divide by the number of ranks is filled up with zeros "
-            "before it is cut into parts, and these are cut off again before it gets its old shape"
+            "before it is cut into parts, and these are cut off again before it gets its old shape; if it is about "
+            "gradients, backward returns one for each argument of forward, in the same order: for rows and comms None"
         ) from None
 
 
