@@ -138,10 +138,11 @@ class Comms(Collectives):
 
     def _recv(self, name: str, shape: int | Sequence[int], src: int, dtype: torch.dtype) -> Request[torch.Tensor]:
         self._require_peer(name, "src", src)
-        if isinstance(shape, torch.Tensor):  # torch's recv fills the tensor that it is given
+        given: object = shape
+        if isinstance(given, torch.Tensor):  # torch's recv fills the tensor that it is given
             raise UsageError(
                 f"{name} returns a new tensor: pass the shape and the dtype of what comes, here "
-                f"{tuple(shape.shape)} and {shape.dtype}, not a tensor"
+                f"{tuple(given.shape)} and {given.dtype}, not a tensor"
             )
         wire = empty_on_wire((shape,) if isinstance(shape, int) else shape, dtype, self.device, self._group.carries)
         call = Call.of_two(name, self._content(wire), src, sends=False, size=wire.nbytes)
