@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pages import Block, calls_of
 
+LONG = 100  # characters; a page on a wide screen has room for about 115
 _TITLES = {"measured": "measured: your numbers will differ", "fails": "this fails, and should"}
 
 
@@ -20,7 +21,7 @@ def console(block: Block) -> str:
         lines += [f'<span class="command">{html.escape(line)}</span>' for line in more]
         output = "\n".join(call.output).rstrip()
         if output:
-            lines.append(f'<span class="printed">{html.escape(output)}</span>')
+            lines.append(printed(output))
         parts.append("\n".join(lines))
     commands = html.escape("\n".join(call.command for call in calls), quote=True).replace("\n", "&#10;")
     title = ", ".join(_TITLES[word] for word in (block.kind, *block.options) if word in _TITLES)
@@ -32,11 +33,20 @@ def console(block: Block) -> str:
 def output(block: Block) -> str:
     """HTML of what a Python block printed."""
     note = "prints (measured: your numbers will differ)" if block.measured else "prints"
-    text = html.escape(block.text.rstrip())
-    return (
-        f'<div class="highlight console answer"><span class="note">{note}</span>'
-        f'<pre><code><span class="printed">{text}</span></code></pre></div>'
-    )
+    text = printed(block.text.rstrip())
+    return f'<div class="highlight console answer"><span class="note">{note}</span><pre><code>{text}</code></pre></div>'
+
+
+def printed(text: str) -> str:
+    """HTML of what was printed. A long sentence, such as an error, may be broken where the page is too narrow for it.
+
+    A line with columns may not: two spaces stand between them.
+    """
+    shown = []
+    for line in text.split("\n"):
+        sentence = len(line) > LONG and "  " not in line.strip()
+        shown.append(f'<span class="sentence">{html.escape(line)}</span>' if sentence else html.escape(line))
+    return '<span class="printed">' + "\n".join(shown) + "</span>"
 
 
 def block_from(kind: str, options: tuple[str, ...], text: str) -> Block:
