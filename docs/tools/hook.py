@@ -28,7 +28,6 @@ from pages import CONSOLES, Block, blocks_of
 
 OURS = ("draw", "step", "include", "output", "plot", "bits", "math", "playground", "results", *CONSOLES)
 _CODE = re.compile(r"<pre\b.*?</pre>|(?P<sentence><code>)[^<]*</code>", re.DOTALL)
-_FLAG = re.compile(r"(?<![\w&-])--?[A-Za-z][\w-]*")
 
 
 def on_config(config: Any) -> Any:
@@ -67,10 +66,10 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def with_whole_flags(html: str) -> str:
-    """A page's HTML in which no line ends within a flag of a sentence, as it may behind each hyphen."""
+    """A page's HTML in which no line ends within a flag that stands in a sentence."""
 
     def whole(found: re.Match[str]) -> str:
-        return _FLAG.sub(r'<span class="flag">\g<0></span>', found[0]) if found["sentence"] else found[0]
+        return consoles.whole_flags(found[0]) if found["sentence"] else found[0]
 
     return _CODE.sub(whole, html)
 

@@ -99,10 +99,11 @@ def test_no_line_ends_within_a_flag_of_a_sentence():
     assert said.endswith(f"<pre><span></span>{code}</pre>")
 
 
-def test_a_long_sentence_may_be_broken_where_it_is_printed_and_a_row_may_not():
-    sentence, row = f"  {'word ' * 30}end", f"rank  {'word ' * 30}"
-    assert consoles.printed(f"short < long\n{sentence}\n{row}") == (
-        f'<span class="printed">short &lt; long\n<span class="sentence">{sentence}</span>\n{row}</span>'
+def test_a_sentence_may_be_broken_where_it_is_printed_and_a_row_may_not():
+    sentence, row = "  rank 0 waits for rank 1 in a < b and went away", "rank 0 waits for  all of the ranks in a world"
+    assert consoles.printed(f"rank < 1\n{sentence}\n{row}\n{row.replace('  ', ' │ ')}") == (
+        f'<span class="printed">rank &lt; 1\n<span class="sentence">{sentence.replace("<", "&lt;")}</span>\n'
+        f"{row}\n{row.replace('  ', ' │ ')}</span>"
     )
 
 
