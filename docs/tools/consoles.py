@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 from pages import Block, calls_of
 
+_WORD = re.compile(r"\b[A-Za-z]{2,}\b")
+_FLAG = re.compile(r"(?<![\w&-])--?[A-Za-z][\w-]*")
+_COLUMNS = re.compile(r"\S  +\S|[|│┃─█▓░]")
 _TITLES = {"measured": "measured: your numbers will differ", "fails": "this fails, and should"}
 
 
@@ -16,11 +20,11 @@ def console(block: Block) -> str:
     parts = []
     for call in calls:
         command, *more = call.command.split("\n")
-        lines = [f'<span class="prompt">$ </span><span class="command">{html.escape(command)}</span>']
-        lines += [f'<span class="command">{html.escape(line)}</span>' for line in more]
+        lines = [f'<span class="prompt">$ </span><span class="command">{whole_flags(html.escape(command))}</span>']
+        lines += [f'<span class="command">{whole_flags(html.escape(line))}</span>' for line in more]
         output = "\n".join(call.output).rstrip()
         if output:
-            lines.append(f'<span class="printed">{html.escape(output)}</span>')
+            lines.append(printed(output))
         parts.append("\n".join(lines))
     commands = html.escape("\n".join(call.command for call in calls), quote=True).replace("\n", "&#10;")
     title = ", ".join(_TITLES[word] for word in (block.kind, *block.options) if word in _TITLES)
@@ -32,11 +36,25 @@ def console(block: Block) -> str:
 def output(block: Block) -> str:
     """HTML of what a Python block printed."""
     note = "prints (measured: your numbers will differ)" if block.measured else "prints"
-    text = html.escape(block.text.rstrip())
-    return (
-        f'<div class="highlight console answer"><span class="note">{note}</span>'
-        f'<pre><code><span class="printed">{text}</span></code></pre></div>'
-    )
+    text = printed(block.text.rstrip())
+    return f'<div class="highlight console answer"><span class="note">{note}</span><pre><code>{text}</code></pre></div>'
+
+
+def printed(text: str) -> str:
+    """HTML of what was printed. A sentence, such as an error, may be broken where the page is too narrow for it.
+
+    A row of a table or of a drawing may not: it has columns.
+    """
+    shown = []
+    for line in text.split("\n"):
+        sentence = len(_WORD.findall(line)) > 3 and not _COLUMNS.search(line)
+        shown.append(f'<span class="sentence">{html.escape(line)}</span>' if sentence else html.escape(line))
+    return '<span class="printed">' + "\n".join(shown) + "</span>"
+
+
+def whole_flags(escaped: str) -> str:
+    """HTML of code, in which no line ends within a flag, as it might behind each hyphen."""
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', escaped)
 
 
 def block_from(kind: str, options: tuple[str, ...], text: str) -> Block:

@@ -5,6 +5,7 @@ A fence that cannot be made (an unknown schedule, a function that is gone) ends 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import sources
 from pages import CONSOLES, Block, blocks_of
 
 OURS = ("draw", "step", "include", "output", "plot", "bits", "math", "playground", "results", *CONSOLES)
+_CODE = re.compile(r"<pre\b.*?</pre>|(?P<sentence><code>)[^<]*</code>", re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
@@ -59,8 +61,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Name the columns in tables that a phone shows as cards."""
-    return cards.with_labels(html)
+    """Name the columns in tables that a phone shows as cards, and keep each flag on one line."""
+    return with_whole_flags(cards.with_labels(html))
+
+
+def with_whole_flags(html: str) -> str:
+    """A page's HTML in which no line ends within a flag that stands in a sentence."""
+
+    def whole(found: re.Match[str]) -> str:
+        return consoles.whole_flags(found[0]) if found["sentence"] else found[0]
+
+    return _CODE.sub(whole, html)
 
 
 def on_env(env: Any, files: Any, **_: Any) -> Any:

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from consoles import printed
 from pages import Block
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def results(block: Block) -> str:
     note = html.escape(f"measured by {command}, in {path}; your numbers will differ")
     return (
         f'<div class="highlight console answer"><span class="note">{note}</span>'
-        f'<pre><code><span class="printed">{html.escape(text)}</span></code></pre></div>'
+        f"<pre><code>{printed(text)}</code></pre></div>"
     )
 
 

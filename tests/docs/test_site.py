@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cards
+import consoles
 import hook
 import pages
 import pytest
@@ -77,7 +78,7 @@ def test_no_page_shows_the_marks_of_markdown(site):
         page = site / path.relative_to(DOCS).with_suffix(".html")
         article = page.read_text().split("<article", 1)[1].split("</article>", 1)[0]
         text = html.unescape(re.sub(r"<[^>]+>", "", made.sub("", article)))
-        if marks := re.findall(r".*(?:\\[\"'()\[\]*_`]|\*\*|\]\(|\?\?\? |!!! |```).*", text):
+        if marks := re.findall(r".*(?:\\[\"'()\[\]*_`]|\*\*|\]\(|\?\?\? |!!! |```).*|(?m:^ *\|.*\| *$)", text):
             shown[page.name] = marks
         assert not re.search(r"<li>\s*<[ou]l", article), f"{page.name}: a number that became a list"
     assert shown == {}
@@ -89,6 +90,21 @@ def test_a_card_says_what_its_lines_are():
     assert cards.with_labels(table) == table
     labelled = cards.with_labels(f'<div class="cards">{table}</div>')
     assert '<tr><td>x</td><td data-label="a b" style>y</td></tr>' in labelled
+
+
+def test_no_line_ends_within_a_flag_of_a_sentence():
+    code = "<code>a-b -m c --slow-link 2-3=1</code>"
+    said = hook.with_whole_flags(f"<p>{code}</p><pre><span></span>{code}</pre>")
+    assert '<code>a-b <span class="flag">-m</span> c <span class="flag">--slow-link</span> 2-3=1</code>' in said
+    assert said.endswith(f"<pre><span></span>{code}</pre>")
+
+
+def test_a_sentence_may_be_broken_where_it_is_printed_and_a_row_may_not():
+    sentence, row = "  rank 0 waits for rank 1 in a < b and went away", "rank 0 waits for  all of the ranks in a world"
+    assert consoles.printed(f"rank < 1\n{sentence}\n{row}\n{row.replace('  ', ' │ ')}") == (
+        f'<span class="printed">rank &lt; 1\n<span class="sentence">{sentence.replace("<", "&lt;")}</span>\n'
+        f"{row}\n{row.replace('  ', ' │ ')}</span>"
+    )
 
 
 def page_at(path):

@@ -175,7 +175,7 @@ def _side_by_side(names: Sequence[str], traces: list[Trace], shares: list[float]
     training = any(isinstance(trace.followed.goal, TrainingStep) for trace in traces)
     table = _table()
     table.caption = "of the rank with most: exposed (communication that nothing hides), messages, bytes"
-    table.caption += ",\nand held (activations at once)" if training else ""
+    table.caption += ", and held (activations at once)" if training else ""
     table.add_column("program", no_wrap=True)
     several = len({trace.followed.world_size for trace in traces}) > 1
     columns = [*(["ranks"] if several else []), "makespan", *(["bubble", "%", "async", "held"] if training else [])]

@@ -263,18 +263,20 @@ def group_kind(op: GroupOp) -> GroupKind:
 def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, transport: str) -> str:
     """Which algorithm a collective runs by: the one that is named, or the one that "auto" stands for.
 
-    | "auto" on  | all-reduce                                  | broadcast,  | all-gather,    | scatter,   |
-    |            |                                             | reduce      | reduce-scatter | gather,    |
-    |            |                                             |             |                | all-to-all |
-    |------------|---------------------------------------------|-------------|----------------|------------|
-    | `shm`      | gather-add while there is little to add,    | direct      | direct         | direct     |
-    |            | since meeting costs more than adding; then  |             |                |            |
-    |            | direct                                      |             |                |            |
-    | `cuda`     | direct, at which the hosts meet once        | direct      | direct         | direct     |
-    | `shm+gloo` | leaders for few bytes, hierarchical for     | leaders     | hierarchical   | direct     |
-    |            | many (`best_all_reduce`)                    |             |                |            |
-    | all others | ring: gloo's only one, and NCCL's for large | tree        | ring           | direct     |
-    |            | values                                      |             |                |            |
+    ```
+    "auto" on    all-reduce                            broadcast,  all-gather,     scatter,
+                                                       reduce      reduce-scatter  gather,
+                                                                                   all-to-all
+
+    shm          gather-add while there is little to   direct      direct          direct
+                 add, since meeting costs more than
+                 adding; then direct
+    cuda         direct, at which the hosts meet once  direct      direct          direct
+    shm+gloo     leaders for few bytes, hierarchical   leaders     hierarchical    direct
+                 for many (best_all_reduce)
+    all others   ring: gloo's only one, and NCCL's     tree        ring            direct
+                 for large values
+    ```
 
     Where the transport tells which ranks share a host, so do the names of the algorithms that know hosts:
     `hierarchical-0-1+2-3`.
