@@ -35,6 +35,7 @@ def test_too_low(limit, said, tmp_path):
     assert line.startswith(f"error: {said}") and "raise it: ulimit" in line
 
 
+@pytest.mark.slow
 def test_enough(tmp_path):
     """Shared memory takes addresses for what is sent, and not for all memory of the machine."""
     ended = train_under("ulimit -n 64; ulimit -v 4000000", tmp_path / "run")

@@ -114,10 +114,15 @@ IN_LESSONS = {step.command for page in DOCS.rglob("*.md") for step in blocks.ste
 
 # These start ranks of their own, which have to import torch.
 START_RANKS = {"survive.py --every 10", "survive.py --forget sampler", "survive.py --forget optimizer"}
+# These differ in one setting from others.
+ALIKE = {
+    *("monolith.py --width 256", "manual_pipeline.py --cut 4", "hooks_demo.py --link 0", "hooks_demo.py --bucket 100"),
+    *("pipeline_utilisation.py --microbatches 8", "pipeline_utilisation.py --width 32", "train_pipeline.py --batch 50"),
+}
 
 
 def call(command):
-    slow = f"python examples/{command}" in IN_LESSONS or command in START_RANKS
+    slow = f"python examples/{command}" in IN_LESSONS or command in START_RANKS | ALIKE
     return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
 
 

@@ -220,7 +220,7 @@ def every_model_that_fails(comms, rows):
     return wrong
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", sample_and_whole([*MODELS, *BATCHES], SCHEDULES, ["shm", "gloo"]))
 def test_whatever_crosses_a_boundary_the_gradients_are_those_of_one_process(pool, transport, rows):
     mine = [(label, schedule) for label, schedule, carrier in rows if carrier == transport]

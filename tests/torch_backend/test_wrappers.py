@@ -179,7 +179,7 @@ def uneven(rank, _, divide):
     return weights(model.module)
 
 
-@pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.parametrize("divide", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_with_different_numbers_of_batches(both, divide):
     both(uneven, divide)
 
