@@ -37,6 +37,7 @@ from microparallel.bench.all_reduce_report import bus_bandwidth, report_on
 from microparallel.bench.engine import AGAIN, Call, Rounds, Wrong, transport_of
 from microparallel.bench.gpu_use import Gpu
 from microparallel.bench.settings import AllReduceSettings
+from microparallel.topology.hosts import MIXED
 
 ALGORITHMS = ("naive", "ring", "tree")
 WITHOUT_ALGORITHMS = {
@@ -44,6 +45,7 @@ WITHOUT_ALGORITHMS = {
     "shm": (TORCH, TORCH_ON_SHM, SHM, SHM_IN_PLACE, BOUND, BOUND_IN_PLACE),
     "cuda": (TORCH, TORCH + AGAIN, TORCH_ON_CUDA, CUDA, CUDA + AGAIN, BOUND),
 }
+WITHOUT_ALGORITHMS[MIXED] = WITHOUT_ALGORITHMS["shm"]
 
 
 def bench_where_it_is(comms, settings):
