@@ -264,7 +264,7 @@ class CpuPool:
 
 @pytest.fixture(scope="session")
 def pool(warm_ranks):
-    """For tests that do not ask how messages travel: through shared memory, which takes half of gloo's time."""
+    """For tests that do not ask how messages travel: through shared memory, which costs the system less than gloo."""
     return CpuPool(warm_ranks, "shm")
 
 

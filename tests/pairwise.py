@@ -4,11 +4,8 @@ ranks 1 2 3 × transport gloo shm × dtype float32 float64        12 cases, of w
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
-
-_NO_VALUES = SimpleNamespace(params={})
 
 
 def pairwise(*factors, possible=lambda *row: True):
@@ -61,7 +58,7 @@ def take_turns(tests):
     met = {}  # the values of each parametrization, in the order in which they come
     first = {}  # with which each test begins, by file
     for test in tests:
-        transport = ["any_pool"] if "any_pool" in getattr(test, "callspec", _NO_VALUES).params else []
+        transport = ["any_pool"] if "any_pool" in getattr(getattr(test, "callspec", None), "params", ()) else []
         stands_on_it = transport and not _ON_ANY_TRANSPORT.isdisjoint(test.nodeid.split("/"))
         if test.get_closest_marker("in_turn") is None and not stands_on_it:
             continue

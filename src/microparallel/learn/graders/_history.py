@@ -58,7 +58,7 @@ class History:
     kills: int = 0
     done_twice: int = 0  # steps
     _saved: int = 0  # a checkpoint of this step is complete: no attempt may begin before it
-    _begun: tuple[int, int] = (0, 0)  # a rank has begun the step after this one, and the rank: so it must be complete
+    _begun: tuple[int, int] = (0, 0)  # the newest step with a save after which a rank has gone on, and that rank
     _last: Kill | None = None  # what has ended the last attempt
     _last_logs: list[Log] = field(default_factory=list)
     _power_lost: dict[str, bool] = field(default_factory=dict)  # files that the power cut has emptied

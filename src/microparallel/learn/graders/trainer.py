@@ -132,7 +132,9 @@ class _OneProcess:
         self.model = _model(rank)
         self.optimizer = _optimizer(self.model)
         self._weigh = weigh
-        self._kept = kept  # how many times the gradients of the step before are in those of the next: none, rightly
+        self._kept = (
+            kept  # by what a step multiplies the gradients of the step before, to add its own: 0 lets go of them
+        )
 
     def step(self, shares: Shares) -> float:
         """Do a step with these samples; returns its loss."""
@@ -246,7 +248,7 @@ class _Truth:
         for kept in {1, len(logs)}:
             one = _OneProcess(_by_samples, kept=kept)
             losses = [one.step(shares) for shares in self._batches[:_AN_EPOCH]] * len(logs)
-            if all(itertools.starmap(_alike_enough, zip(reported, losses, strict=True))):
+            if all(math.isclose(mine, theirs, rel_tol=1e-9) for mine, theirs in zip(reported, losses, strict=True)):
                 return True
         return False
 
@@ -357,10 +359,6 @@ def _in_float32(found: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     apart = (found - right).abs().max().item()
     return apart > 1e-9 and torch.allclose(found, right, rtol=1e-5, atol=1e-6)
-
-
-def _alike_enough(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-9)
 
 
 def _is(row: Row, step: int, samples: Sequence[int], loss: float) -> bool:
